@@ -4,7 +4,8 @@ For each zone of the batch, the plan's program or that of keys on demand is chos
 are compared level by level, outermost first, summed over the ranks of the zone and over both passes. A rule may decide
 instead (`planner.sparse.rule` simulates both on a described cluster). All ranks compute the same numbers, so they
 decide alike without talking. Fetching is considered only if the mask is narrow: no rank sees more than half of the
-zone's other tokens, or more than ``NARROW`` times as many as it owns, since it holds all that it fetches at once.
+zone's other tokens, or more than ``NARROW`` times as many as it owns, since it holds all that it fetches at once. It is
+also considered for documents that are cut over some of a zone's ranks (``Zone.fills``).
 
 >>> from startrail.compile.problem import Boundaries
 >>> problem = Attention(Boundaries((0, 256)), 1, heads=4, kv_heads=4, head_dim=8)
@@ -176,7 +177,10 @@ def _plan_bytes(sizes: Sizes, ranks: int) -> ByLevel:
 
 
 def _is_narrow(zone: Zone, needed: Sequence[Runs]) -> bool:
-    """True if no rank of the zone sees more than half of the other ranks' tokens, or ``NARROW`` times its own."""
+    """True if no rank of the zone sees more than half of the other ranks' tokens, or ``NARROW`` times its own; or if
+    documents are cut over some ranks each, in which case the placement has seen to it."""
+    if not zone.fills:
+        return True
     most = min(NARROW, (zone.size - 1) / 2) * zone.largest
     return all(sum(count for _, count in runs) <= most for runs in needed)
 

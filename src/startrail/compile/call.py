@@ -6,13 +6,13 @@ consists of *parts*: one for each zone of the rank's tokens, with a program for 
 >>> from startrail.compile.attention import Attention
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.schedule.values import FORWARD
->>> problem = Attention.of(72, 1, 4, 4, 8, causal=True, documents=(0, 40, 48, 56, 60, 64, 68, 72))
+>>> problem = Attention.of(16000, 1, 4, 4, 8, causal=True, documents=(0, 9000, 14000, 15000, 16000))
 >>> call = compile_call(problem, Split(Plan.parse("1x2/1x2"), 4), rank=0)
 >>> for part in call.parts: print(part.start, part.tokens, part.zone.size, part.program(FORWARD).plan)
-0 10 4 1x2/1x2
-10 8 1 u1/u1
+0 3000 4 direct
+3000 1005 1 u1/u1
 >>> call.order(FORWARD)[:3], call.traffic(FORWARD)
-([(0, 0), (1, 0), (0, 1)], (1280, 2560))
+([(0, 0), (1, 0), (0, 1)], (384000, 346880))
 """
 
 from __future__ import annotations

@@ -4,29 +4,27 @@
 >>> from startrail.compile.call import compile_call
 >>> from startrail.compile.problem import Split
 >>> from startrail.schedule.plan import Plan
->>> documents = (0, 40, 48, 56, 60, 64, 68, 72)
+>>> documents = (0, 9000, 14000, 15000, 16000)
 >>> split = Split(Plan.parse("1x2/1x2"), 4)
->>> print(explain(compile_call(Attention.of(72, 1, 4, 4, 8, True, "float32", documents=documents), split, 0)))
-72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
+>>> print(explain(compile_call(Attention.of(16000, 1, 4, 4, 8, True, "float32", documents=documents), split, 0)))
+16,000 tokens in 4 documents on 4 ranks: 4,005 per rank, 0.1 % padding, busiest rank 1.03 x the mean work if causal
 tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
-10 (56 %)              4      1x2/1x2  0.008 MB, 0.015 MB
-8 (44 %)               1      alone    nothing
->>> print(explain(compile_call(Attention.of(72, 1, 4, 4, 8, True, "float32", 2, documents), split, 0)))
-72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
-tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
-10 (56 %)              4      direct   0.000 MB, 0.001 MB; 1x2/1x2 would send 0.008 MB, 0.015 MB
-8 (44 %)               1      alone    nothing
+3,000 (75 %)           4      direct   1.384 MB, 2.738 MB; 1x2/1x2 would send 2.304 MB, 4.608 MB
+1,005 (25 %)           1      alone    nothing
+documents: 2 on 1 rank, 1 on 2 ranks, 1 on 4 ranks
+spread over all ranks: 1.08 x with none of them; next best 1.09 x with 1 of them, predicted time over that of even work
 1x2/1x2 or direct: by bytes, outermost level first
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 
 from startrail.compile.attention import AttentionPart
 from startrail.compile.call import ByLevel, CompiledCall
-from startrail.geometry.layout import Layout
+from startrail.geometry.layout import Layout, cut_at_documents
 from startrail.schedule.plan import on_demand
 
 
@@ -49,8 +47,20 @@ def explain(call: CompiledCall) -> str:
         lines.append(f"{share:22s} {part.zone.size:<6d} {runs:8s} {_sent(part)}")
         if part.plan_bytes and part.demand_bytes is not None:  # there were two ways
             rules.add(str(call.split.sparse) if part.by_rule else "by bytes, outermost level first")
+    if number > 1 and layout.world > 1:
+        lines += [_where(layout, documents), call.split.predicted(call.problem.boundaries)]
     lines += [f"{call.split.plan} or {on_demand()}: {rule}" for rule in sorted(rules)]
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))
+
+
+def _where(layout: Layout, documents: Sequence[int]) -> str:
+    """How many documents are on how many ranks."""
+    ranks: list[set[int]] = [set() for _ in documents[1:]]
+    for rank in range(layout.world):
+        for start, _ in cut_at_documents(layout.runs(rank), documents):
+            ranks[bisect_right(documents, start) - 1].add(rank)
+    found = Counter(map(len, ranks))
+    return "documents: " + ", ".join(f"{found[size]:,} on {size} rank{'s' * (size > 1)}" for size in sorted(found))
 
 
 def _per_rank(layout: Layout) -> str:

@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING
 
 from startrail.geometry.layout import Layout, Zone
 from startrail.geometry.mask import Mask
-from startrail.geometry.zones import ZoneLevel, make_layout
+from startrail.geometry.placing import LinkCost
+from startrail.geometry.zones import ZoneLevel, make_layout, predicted
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import Program, programs_inside
+from startrail.schedule.program import Program, closed_form, programs_inside
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
 
 if TYPE_CHECKING:
     from startrail.compile.call import Part
+
+SHARES = dict(
+    q=1, kv=2, out=1, do=1, dq=1, dkv=2
+)  # sizes of pieces, in those of a token's queries, with as many kv heads
 
 # Given a zone, a mask and the sizes of the zone's plan: is fetching on demand better? None: bytes decide.
 Rule = Callable[[Zone, Mask, Sizes], bool | None]
@@ -93,12 +98,17 @@ class Split:
 
     @cached_property
     def _levels(self) -> list[ZoneLevel]:
-        levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
+        levels = zone_levels(self.plan, self.world)
         return [level.in_rank_order() for level in levels] if self.in_rank_order else levels
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
         documents = boundaries.placement or boundaries.documents
         return make_layout(self.layout, self._levels, documents, boundaries.shares or None)
+
+    def predicted(self, boundaries: Boundaries) -> str:
+        """What the layout of packed documents costs, and the next best."""
+        documents = boundaries.placement or boundaries.documents
+        return predicted(self._levels, documents, boundaries.shares or None) if self.layout == "zones" else ""
 
     def programs(self, rank: int) -> list[Program]:
         """All programs that the rank may run, except those that follow from a demand for keys."""
@@ -110,6 +120,27 @@ class Split:
         if self.sparse is not True:
             text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
         return text + (", windows=True" if self.in_rank_order else "")
+
+
+def zone_levels(plan: Plan, world: int) -> list[ZoneLevel]:
+    """The levels at which ranks can share tokens, with what transfers cost there.
+
+    >>> for level in zone_levels(Plan.parse("u4/1x8"), 32): print(level.level, len(level.slots), level.link)
+    0 32 LinkCost(fetch=1000.0, spread=0.25)
+    1 8 LinkCost(fetch=250.0, spread=0.875)
+    2 1 LinkCost(fetch=250.0, spread=0.0)
+    """
+    found = []
+    outside = plan.zone_levels(world)
+    for number, (level, slots) in enumerate(outside):
+        parts = len(slots) // len(outside[number + 1][1]) if number + 1 < len(outside) else 1
+        inner = plan.inside(level)
+        spread = (parts - 1) / parts
+        if parts > 1 and not inner.family.by_demand:
+            sent = sum(closed_form(inner, len(slots), 0, pass_, SHARES)[level] for pass_ in PASSES)
+            spread = sent / parts / (2 * SHARES["kv"] + SHARES["dkv"])
+        found.append(ZoneLevel(level, slots, LinkCost(1000.0 if number == 0 and len(outside) > 2 else 250.0, spread)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,13 @@ FULL_SHARE = 1 << 40  # the weight of the largest share, if shares differ
 @dataclass(frozen=True)
 class Zone:
     """Tokens that the ranks ``first``, ``first + 1``, ... share, and that no other rank sees. ``runs`` lists those of
-    each rank, padding included. ``level`` is the number of the plan's levels that lie outside."""
+    each rank, padding included. ``level`` is the number of the plan's levels that lie outside. ``fills``: every
+    document is cut over all ranks of the zone; otherwise over some of them each, and a rank may hold none."""
 
     level: int
     first: int
     runs: tuple[Runs, ...]
+    fills: bool = True
 
     @property
     def size(self) -> int:

@@ -342,14 +342,16 @@ class ProgramPricing:
             self.flush()
             self.tasks.append(WaitTask([self.number + message for message in messages]))
 
-    def share(self, piece: Piece) -> float:
-        """The tokens of a bundle, as a share of those of a shard."""
+    def tokens_of(self, piece: Piece) -> int:
         bundle = self.program.bundles.get(piece.shard)
-        return 1 if bundle is None else bundle.tokens / self.prices.sizes.tokens
+        return self.prices.sizes.tokens_of(piece.shard) if bundle is None else bundle.tokens
+
+    def share(self, piece: Piece) -> float:
+        """The tokens of a piece, as a share of those of the largest shard."""
+        return self.tokens_of(piece) / self.prices.sizes.tokens
 
     def bytes_of(self, piece: Piece) -> int:
-        bundle, nbytes = self.program.bundles.get(piece.shard), self.nbytes[piece.kind]
-        return nbytes if bundle is None else nbytes // self.prices.sizes.tokens * bundle.tokens
+        return self.nbytes[piece.kind] // self.prices.sizes.tokens * self.tokens_of(piece)
 
     def pack(self, piece: Piece) -> float:
         """Copying a piece into a message: inputs as they are, results from their float32 sums."""
@@ -363,7 +365,7 @@ class ProgramPricing:
             self.work += self.copy(self.nbytes[event.piece.kind])
 
     def post(self, event: Post) -> None:
-        exchanged = sum(self.nbytes[piece.kind] for piece in event.exchanged)
+        exchanged = sum(map(self.bytes_of, event.exchanged))
         self.work += sum(self.pack(piece) for piece in event.exchanged)
         part, priced = exchanged / self.program.place.num_heads, []
         for message in event.messages:
