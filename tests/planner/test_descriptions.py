@@ -27,6 +27,7 @@ YES_OR_NO = (
     "offload",
     "offload_states",
     "fp8",
+    "gate",
     "tile_mlp",
     "duplex",
     "tied",
@@ -54,7 +55,8 @@ CLUSTER["levels"][0]["duplex"] = True
 CLUSTER["slow"] = [{"level": "node", "member": 1, "bandwidth": 0.5, "compute": 0.5}]
 MODEL = dict(
     description="small", kind="gpt", vocab=9, width=8, layers=4, heads=4, kv_heads=2, hidden=8, tied=True, window=4,
-    full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16,
+    full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16, gate=True,
+    linear=dict(full_every=2, key_heads=2, value_heads=4, key_dim=4, value_dim=4, conv=4),
 )  # fmt: skip
 RUN = dict(
     description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32",
@@ -125,7 +127,7 @@ def test_times_and_reserves_may_be_0_as_they_are_by_default():
     assert (cluster.levels[0].latency, cluster.device.reserved, cluster.device.call) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", "qwen3_next", ["llama"], 7])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", "jamba", ["llama"], 7])
 def test_models_other_than_plain_decoders_are_refused(kind):
     with pytest.raises(ValueError, match=r"model_type = .* is not modelled"):
         from_hugging_face(CONFIG | {"model_type": kind}, "h", "config.json")

@@ -7,7 +7,7 @@ the compiled calls that the engine runs, with every rank simulated.
 >>> state = dict(features=32 * 128 * 128, units=32, effect=2 * 32 * 128 * 128)       # of Qwen3.5-35B: 2 MiB
 >>> chain, shared = (predict_rows(cluster, split, Scan(Boundaries((0, 2**18)), 1, **state, inner=n)) for n in (1, 8))
 >>> chain.seconds > 2 * shared.seconds, [round(nbytes / 2**16) for nbytes in shared.sent]     # in 32nds of a state
-(True, [12, 672])
+(True, [12, 331])
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def predict_linear(call: LinearCall, plan: Plan, known: dict[tuple[int, ...], Pr
         else:
             several = max(2, MAX_RANKS // inner // 2)
             one, other = (_with_nodes(call, sizes, nodes) for nodes in (several, 2 * several))
-            known[sizes] = _line(one, other, sizes[0] / several - 1)
+            known[sizes] = _line(one, other, several, sizes[0])
     return known[sizes]
 
 
@@ -221,12 +221,18 @@ def _with_nodes(call: LinearCall, sizes: Sequence[int], nodes: int) -> Predictio
     return fewer.predict(Plan.parse("/".join(f"1x{size}" for size in (nodes, *sizes[1:]))))
 
 
-def _line(one: Prediction, other: Prediction, at: float) -> Prediction:
+def _line(one: Prediction, other: Prediction, nodes: int, whole: int) -> Prediction:
+    """For ``whole`` nodes, through the predictions for ``nodes`` and twice as many. Bytes of all ranks together lie on
+    a line, as seconds do."""
+
     def beyond(x: float, y: float) -> float:
-        return x + (y - x) * at
+        return x + (y - x) * (whole / nodes - 1)
+
+    def shares(x: float, y: float) -> float:
+        return beyond(nodes * x, 2 * nodes * y) / whole
 
     passes = []
     for a, b in ((one.forward, other.forward), (one.backward, other.backward)):
-        sent, busy = (tuple(map(beyond, *both)) for both in ((a.sent, b.sent), (a.busy, b.busy)))
+        sent, busy = tuple(map(shares, a.sent, b.sent)), tuple(map(beyond, a.busy, b.busy))
         passes.append(SimulatedPass(beyond(a.seconds, b.seconds), beyond(a.waiting, b.waiting), sent, busy))
     return Prediction(*passes)
