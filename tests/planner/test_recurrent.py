@@ -80,12 +80,13 @@ def test_the_engine_shares_units_where_that_is_faster():
         assert chosen < 0.95 * chain, (shape, layout)
 
 
-def test_many_ranks_lie_on_a_line(monkeypatch):
-    cluster = find_cluster("h100-8x8@16x4")
+@pytest.mark.parametrize("text", ["1x16/1x4", "u16/1x4"])
+def test_many_ranks_lie_on_a_line(text, monkeypatch):
+    cluster, plan = find_cluster("h100-8x8@16x4"), Plan.parse(text)
     call = LinearCall(cluster, QWEN.linear, 1, (0, 2**18), "bfloat16", 2)
-    exact = call.predict(Plan.parse("1x16/1x4"))
+    exact = call.predict(plan)
     monkeypatch.setattr(recurrent, "MAX_RANKS", 32)
-    line = predict_linear(call, Plan.parse("u16/1x4"), {})
+    line = predict_linear(call, plan, {})
     for one, other in ((line.forward, exact.forward), (line.backward, exact.backward)):
         assert one.seconds == pytest.approx(other.seconds, rel=0.02)
         assert one.sent == pytest.approx(other.sent, rel=0.001)

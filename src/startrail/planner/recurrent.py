@@ -2,7 +2,8 @@
 the compiled calls that the engine runs, with every rank simulated.
 
 >>> from startrail.planner.cluster import find_cluster
->>> from startrail.schedule.plan import Plan
+>>> from startrail.schedule.families.base import Heads
+from startrail.schedule.plan import Plan
 >>> cluster, split = find_cluster("h100-8x8@4x8"), Split(Plan.parse("1x4/1x8"), 32)
 >>> state = dict(features=32 * 128 * 128, units=32, effect=2 * 32 * 128 * 128)       # of Qwen3.5-35B: 2 MiB
 >>> chain, shared = (predict_rows(cluster, split, Scan(Boundaries((0, 2**18)), 1, **state, inner=n)) for n in (1, 8))
@@ -12,7 +13,6 @@ the compiled calls that the engine runs, with every rank simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from startrail.planner.simulator import SimulatedPass
 from startrail.planner.sparse.predict import MAX_RANKS
 from startrail.planner.units import check_keys, find_file, parse_quantity, read_file
 from startrail.planner.workload import LinearLayers
+from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import Pass
 
@@ -176,12 +177,12 @@ class LinearCall:
         units = batch * layers.value_heads
         return halo, Scan(boundaries, batch, features=batch * layers.state, units=units, effect=batch * layers.effect)
 
-    def predict(self, levels: Plan) -> Prediction:
-        """``levels``: how the ranks are split. Tokens are laid out in rank order, as for models with windows."""
+    def predict(self, plan: Plan) -> Prediction:
+        """Under a plan, which says how tokens are laid out and which ranks are a node."""
         world = self.cluster.world
         found: list[Prediction] = []
         if world > 1:
-            split = Split(levels, world, in_rank_order=True)
+            split = Split(plan, world)
             found = [predict_rows(self.cluster, split, problem) for problem in self.problems()]
         passes = []
         for own, each in zip(self.own_seconds, ("forward", "backward"), strict=True):
@@ -196,29 +197,31 @@ class LinearCall:
         return Prediction(*passes)
 
 
-def predict_linear(call: LinearCall, plan: Plan, known: dict[tuple[int, ...], Prediction]) -> Prediction:
-    """The prediction under a plan, of which only the numbers of ranks at each level matter. ``known``: earlier ones.
+Layouts = dict[tuple[tuple[int, ...], ...], Prediction]  # by the ranks at each level, and their order
+
+
+def predict_linear(call: LinearCall, plan: Plan, known: Layouts) -> Prediction:
+    """The prediction under a plan, of which only its levels and the order of its ranks matter. ``known``: earlier ones.
     Of more than ``MAX_RANKS`` ranks, the line through two clusters with fewer nodes."""
-    cluster = call.cluster
-    sizes = plan.sizes(cluster.world)
-    if sizes not in known:
-        levels = Plan.parse("/".join(f"1x{size}" for size in sizes))
-        inner = cluster.world // sizes[0]
-        if cluster.world <= MAX_RANKS or cluster.levels[0].size != sizes[0] or sizes[0] < 8:
-            known[sizes] = call.predict(levels)
+    cluster, world = call.cluster, call.cluster.world
+    sizes = plan.sizes(world)
+    if (key := (sizes, plan.slots(world))) not in known:
+        if world <= MAX_RANKS or cluster.levels[0].size != sizes[0] or sizes[0] < 8:
+            known[key] = call.predict(plan)
         else:
-            several = max(2, MAX_RANKS // inner // 2)
-            one, other = (_with_nodes(call, sizes, nodes) for nodes in (several, 2 * several))
-            known[sizes] = _line(one, other, several, sizes[0])
-    return known[sizes]
+            nodes = max(2, MAX_RANKS * sizes[0] // world // 2)
+            one, other = (_with_nodes(call, plan, number) for number in (nodes, 2 * nodes))
+            known[key] = _line(one, other, nodes, sizes[0])
+    return known[key]
 
 
-def _with_nodes(call: LinearCall, sizes: Sequence[int], nodes: int) -> Prediction:
+def _with_nodes(call: LinearCall, plan: Plan, nodes: int) -> Prediction:
     """The prediction with fewer nodes and as many tokens per rank."""
-    fewer = replace(
-        call, cluster=call.cluster.with_members(nodes), documents=(0, call.documents[-1] * nodes // sizes[0])
-    )
-    return fewer.predict(Plan.parse("/".join(f"1x{size}" for size in (nodes, *sizes[1:]))))
+    cluster = call.cluster.with_members(nodes)
+    outer = f"u{nodes}" if isinstance(plan.levels[0], Heads) else f"1x{nodes}"
+    tokens = call.documents[-1] * cluster.world // call.cluster.world
+    fewer = Plan.parse("/".join([outer, *map(str, plan.levels[1:])]))
+    return replace(call, cluster=cluster, documents=(0, tokens)).predict(fewer)
 
 
 def _line(one: Prediction, other: Prediction, nodes: int, whole: int) -> Prediction:
