@@ -13,6 +13,7 @@ from startrail.planner.answer import plan as ask
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import Prediction
 from startrail.planner.recurrent import LinearCall, predict_linear, predict_rows
+from startrail.planner.sparse.rule import rule_for, scan_rule
 from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model, from_hugging_face, read_model
 from startrail.schedule.plan import Plan
@@ -78,6 +79,15 @@ def test_the_engine_shares_units_where_that_is_faster():
         problem = Scan(Boundaries((0, 2**16)), 1, **state)
         chain, chosen = (predict_rows(cluster, split, replace(problem, inner=inner)).seconds for inner in (1, None))
         assert chosen < 0.95 * chain, (shape, layout)
+
+
+def test_a_described_cluster_decides_how_states_travel():
+    state = dict(features=32 * 128 * 128, units=32, effect=2 * 32 * 128 * 128)
+    problem, plan = Scan(Boundaries((0, 4096)), 1, **state), Plan.parse("1x4/1x8")
+    for name, inner in (("h100-8x8@4x8", 8), ("lab@4x8", 1)):  # in the lab, every message takes time of two cores
+        split = Split(plan, 32, scan=scan_rule(rule_for(name, 32)))
+        assert compile_call(problem, split, 0).parts[0].table.inner == inner
+    assert compile_call(problem, Split(plan, 32, scan=scan_rule(rule_for("", 32))), 0).parts[0].table.inner == 8
 
 
 @pytest.mark.parametrize("text", ["1x16/1x4", "u16/1x4"])

@@ -182,8 +182,9 @@ class LinearCall:
         world = self.cluster.world
         found: list[Prediction] = []
         if world > 1:
-            split = Split(plan, world)
-            found = [predict_rows(self.cluster, split, problem) for problem in self.problems()]
+            split, (halo, scan) = Split(plan, world), self.problems()
+            ways = [predict_rows(self.cluster, split, replace(scan, inner=inner)) for inner in (1, None)]
+            found = [predict_rows(self.cluster, split, halo), min(ways, key=lambda way: way.seconds)]
         passes = []
         for own, each in zip(self.own_seconds, ("forward", "backward"), strict=True):
             calls: list[SimulatedPass] = [getattr(prediction, each) for prediction in found]
