@@ -26,6 +26,7 @@ DRAWINGS = {
     "heads.svg": ["u4/1x8", "--nodes", "4"],
     "nested.svg": ["2x2/u8", "--nodes", "4"],
     "ring-4x8.svg": ["1x32", "--nodes", "4"],
+    "scan.svg": ["1x2/1x4", "--scan"],
 }
 WORKER_FROM_THE_WEB = "https://unpkg.com/iframe-worker/shim"
 # What the page that plays schedules shows, as settings of its form: clusters and masks of several kinds.

@@ -31,7 +31,7 @@ from startrail.planner.auto import plan_for_heads, plan_for_job
 from startrail.planner.live.choose import choose
 from startrail.planner.live.measure import measure_shares
 from startrail.planner.live.placement import find_machine
-from startrail.planner.sparse.rule import rule_for
+from startrail.planner.sparse.rule import rule_for, scan_rule
 from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -111,8 +111,8 @@ class SequenceParallel:
         self.shares = self._read_shares(shares)
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
-        rule = bool(sparse) and rule_for(described, self.world)
-        split = Split(self.plan, self.world, layout, rule)
+        rule = rule_for(described, self.world)
+        split = Split(self.plan, self.world, layout, bool(sparse) and rule, scan=scan_rule(rule))
         self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)
         if windows:
             self.expect_windows()

@@ -18,6 +18,8 @@ BEYOND_LIMIT = "2,000 ranks need a process each, and one machine runs at most 25
         (["show", "2y2"], "cannot read '2y2'"),
         (["show", "star2"], "needs --ranks, a multiple of 4"),
         (["show", "2x2", "--ranks", "6"], "world size 6 is not teams 2 x ring 2 x heads 1 = 4"),
+        (["show", "2x2", "--scan", "--window", "8"], "pass either --scan or --window, not both"),
+        (["check", "2x2", "--scan"], "--scan needs --prove"),
         (["show", "2x2", "--rank", "4"], "--rank 4 does not exist: ranks are 0 to 3"),
         (["check", "1x2", "--window", "0"], "window=0 must be at least 1"),
         (["check", "1x2", "--documents", "0,x"], "write whole numbers with commas"),
@@ -61,6 +63,10 @@ def test_check_reports_errors_bytes_and_waiting(capsys):
         (
             ["1x4/1x8", "--causal", "--documents", "0,7,450,512", "--length", "512"],
             "32 ranks, 512 tokens, causal, 3 documents",
+        ),
+        (
+            ["1x4/1x8", "--scan", "--documents", "0,7,450,1024"],
+            "scan and halo by 1x4/1x8 on 32 ranks, 1024 tokens in 3",
         ),
     ],
 )

@@ -27,6 +27,7 @@ YES_OR_NO = (
     "offload",
     "offload_states",
     "fp8",
+    "gate",
     "tile_mlp",
     "duplex",
     "tied",
@@ -54,7 +55,8 @@ CLUSTER["levels"][0]["duplex"] = True
 CLUSTER["slow"] = [{"level": "node", "member": 1, "bandwidth": 0.5, "compute": 0.5}]
 MODEL = dict(
     description="small", kind="gpt", vocab=9, width=8, layers=4, heads=4, kv_heads=2, hidden=8, tied=True, window=4,
-    full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16,
+    full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16, gate=True,
+    linear=dict(full_every=2, key_heads=2, value_heads=4, key_dim=4, value_dim=4, conv=4),
 )  # fmt: skip
 RUN = dict(
     description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32",

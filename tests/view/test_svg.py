@@ -117,3 +117,17 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
     ):
         assert main(["show", *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, hops, far, chains", [
+    (["1x2/1x4"], 14, 2, 1),
+    (["1x2/1x4", "--documents", "10000,22768"], 28, 4, 2),
+    (["u2/1x2"], 6, 6, 1),
+])  # fmt: skip
+def test_the_drawing_of_a_scan_has_every_hop(arguments, hops, far, chains, tmp_path, capsys):
+    file = tmp_path / "scan.svg"
+    assert main(["show", *arguments, "--scan", "--svg", str(file)]) == 0
+    text = file.read_text()
+    assert (len(shapes(text, "tip-near")), len(shapes(text, "tip-far"))) == (hops - far, far)
+    assert main(["show", *arguments, "--scan"]) == 0
+    assert capsys.readouterr().out.count(f"{far // chains} states between nodes") == chains

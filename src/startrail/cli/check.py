@@ -23,6 +23,7 @@ EXAMPLES = {
     "startrail check 2x2/u2 --ranks 8 --causal": "run it on 8 local processes against float64",
     "startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000": "",
     "startrail check u8/8x8 --prove --ranks 512 --causal --window 4096 --length 65536": "prove 512 programs, run none",
+    "startrail check 1x4/1x8 --prove --scan": "prove the scan of a recurrence and the halo of a convolution",
     "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of this machine's GPUs",
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -61,6 +62,7 @@ def add(commands: Commands) -> None:
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
     option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones", help="(default %(default)s)")
     option("--prove", action="store_true", help="prove only: for any number of ranks, without processes")
+    option("--scan", action="store_true", help="with --prove: a recurrence and a convolution instead of attention")
     option("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
     option(
         "--tokens-per-rank",
@@ -75,7 +77,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from startrail.diagnostics.exactness import check_memory, prove
+    from startrail.diagnostics.exactness import check_memory, prove, prove_recurrence
     from startrail.launch.local import RankError
     from startrail.launch.torchrun import JoinError
     from startrail.schedule.proof import ScheduleError
@@ -84,13 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     case, out = _case(arguments, int(os.environ["WORLD_SIZE"]) if launched else None), _out(arguments)
     if arguments.prove and arguments.plan == "auto":
         raise ValueError("--prove needs a plan: only ranks can choose one")
+    if arguments.scan and not arguments.prove:
+        raise ValueError("--scan needs --prove: only attention runs against float64 here")
     if not launched and not arguments.prove:
         check_memory(case)
     case.validate()
     try:
         if arguments.prove:
             for each in _cases(case, arguments):
-                print(prove(each))
+                print((prove_recurrence if arguments.scan else prove)(each))
             return 0
         return _run_under_torchrun(case, out, arguments) if launched else _run_here(case, out, arguments)
     except (RankError, JoinError) as error:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
+from startrail.compile.problem import Boundaries, Split
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
@@ -17,6 +18,7 @@ from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.view import fitting, show, show_batch
+from startrail.view.chain import chain_svg, chain_text
 from startrail.view.page import html_page, scene
 from startrail.view.svg import svg
 
@@ -25,6 +27,7 @@ EXAMPLES = {
     "startrail show star2 --ranks 16 --rank 5": "one rank of the paper's schedule",
     "startrail show u2/1x4 --window 64": "what a layer with a window runs instead, and why",
     "startrail show direct --ranks 8 --window 64": "each rank fetches only the keys it sees",
+    "startrail show 1x2/1x4 --scan": "the chain of states of a recurrence, over ranks and nodes",
     "startrail show u4/1x8 --nodes 4 --html page.html": "a page that plays it, next to other plans",
     "startrail show 2x4 --nodes 2 --window 512 --svg 2x4.svg": "a drawing for documents and slides",
     "startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8": "",
@@ -52,6 +55,7 @@ def add(commands: Commands) -> None:
     option("--full", action="store_true", help="every token sees every other (default: causal)")
     option("--window", type=int, help="a token sees this many tokens: itself and those before it")
     option("--documents", metavar="LENGTHS", help="lengths of packed documents, such as 3000,1000,96")
+    option("--scan", action="store_true", help="what layers with a recurrence run, instead of attention")
     option("--html", metavar="FILE", type=Path, help="write a page that plays the schedule")
     option("--svg", metavar="FILE", type=Path, help="write a drawing of the plan's rings, teams and heads")
     command.set_defaults(run=run)
@@ -61,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _choose_plan(arguments) if arguments.plan == "auto" else Plan.parse(arguments.plan)
     world = world_size(plan, arguments.ranks)
     mask, length = _read_mask(arguments, world)
+    if arguments.scan:
+        return _show_scan(arguments, Split(plan, world), Boundaries(mask.documents or (0, length)))
     if arguments.html or arguments.svg:
         return _write_files(arguments, plan, make_machine(world, arguments.nodes), mask, length)
     ranks = arguments.rank or list(range(min(world, MAX_RANKS)))
@@ -79,6 +85,23 @@ def run(arguments: argparse.Namespace) -> int:
     print(show(plan, world, pass_, ranks))
     if not arguments.rank and world > len(ranks):
         print(f"... and {world - len(ranks)} more ranks; choose with --rank")
+    return 0
+
+
+def _show_scan(arguments: argparse.Namespace, split: Split, boundaries: Boundaries) -> int:
+    unused = {
+        "--full": arguments.full,
+        "--window": arguments.window,
+        "--html": arguments.html,
+        "--rank": arguments.rank,
+    }
+    for option, value in unused.items():
+        if value:
+            raise ValueError(f"pass either --scan or {option}, not both: it shows all ranks of a chain")
+    if arguments.svg:
+        write_text(arguments.svg, chain_svg(split, boundaries))
+    else:
+        print(chain_text(split, boundaries))
     return 0
 
 

@@ -30,6 +30,8 @@ SHARES = dict(
 
 # Given a zone, a mask and the sizes of the zone's plan: is fetching on demand better? None: bytes decide.
 Rule = Callable[[Zone, Mask, Sizes], bool | None]
+# Given how a sequence is split, and a scan: do ranks of a node share units of states? None: hops decide.
+ScanRule = Callable[["Split", "Problem"], bool | None]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Boundaries:
 class Split:
     """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, and
     ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on
-    demand instead of running the plan, or the rule that decides.
+    demand instead of running the plan, or the rule that decides. ``scan`` decides how states travel.
 
     >>> split = Split(Plan.parse("1x2"), 2)
     >>> split.layout_of(Boundaries((0, 7))).table
@@ -95,6 +97,7 @@ class Split:
     layout: str = "zones"
     sparse: bool | Rule = True
     in_rank_order: bool = False
+    scan: ScanRule | None = None
 
     @cached_property
     def _levels(self) -> list[ZoneLevel]:

@@ -117,18 +117,34 @@ class Scan(Problem):
     def passes(self) -> tuple[Pass, Pass]:
         return SCAN_FORWARD, SCAN_BACKWARD
 
+    @property
+    def states(self) -> States:
+        return States(self.units, self.features // self.units, self.effect // self.units)
+
     def parts(self, split: Split, layout: Layout, rank: int) -> tuple[ScanPart, ...]:
         runs = tuple(held_runs(layout, member, self.boundaries.documents) for member in range(layout.world))
         chains, levels = chains_of(runs, self.boundaries.documents), split.plan.sizes(layout.world)
-        inner = _ranks_of_node(levels, chains) if self.inner is None else self.inner
-        states = States(self.units, self.features // self.units, self.effect // self.units)
-        table = RunTable(levels, inner, states, chains, runs)
+        inner = self._ranks_of_node(split, levels, chains) if self.inner is None else self.inner
+        table = RunTable(levels, inner, self.states, chains, runs)
         counts = tuple(table.numbers_of(member) for member in range(layout.world))
         sizes = ScanSizes(on_demand(), max(1, *counts), counts, 1, self.itemsize)
         return (ScanPart(Zone(0, 0, layout.table), 0, rank, layout.length, len(levels), sizes, table),)
 
+    def _ranks_of_node(self, split: Split, levels: Sequence[int], chains: Sequence[Sequence[RunPlace]]) -> int:
+        """The innermost ranks, if the longest chain has enough hops among them; else 1."""
+        inner = levels[-1]
+        if inner == 1 or all(size == 1 for size in levels[:-1]):
+            return 1  # one level: its links may be those between nodes
+        inside = max(sum(a.rank // inner == b.rank // inner for a, b in pairwise(chain)) for chain in chains)
+        faster = inside >= HOPS_PER_PEER * (inner - 1)
+        if faster and split.scan is not None:
+            priced = split.scan(split, self)
+            faster = faster if priced is None else priced
+        return inner if faster else 1
+
     def __str__(self) -> str:
-        return f"{self.kernel}, states of {self.features} numbers, {super().__str__()}"
+        states = f"states of {self.features} numbers in {self.units} parts, {self.effect} of M and B"
+        return f"{self.kernel}, {states}, {super().__str__()}"
 
 
 def held_runs(layout: Layout, rank: int, documents: Sequence[int]) -> Runs:
@@ -150,15 +166,6 @@ def chains_of(runs: Sequence[Runs], documents: Sequence[int]) -> list[list[RunPl
     for place in sorted(place for place in places if place.start < documents[-1]):
         chains[bisect_right(documents, place.start) - 1].append(place)
     return chains
-
-
-def _ranks_of_node(levels: Sequence[int], chains: Sequence[Sequence[RunPlace]]) -> int:
-    """The innermost ranks, if the longest chain has enough hops among them; else 1."""
-    inner = levels[-1]
-    if inner == 1 or all(size == 1 for size in levels[:-1]):
-        return 1  # one level: its links may be those between nodes
-    inside = (sum(a.rank // inner == b.rank // inner for a, b in pairwise(chain)) for chain in chains)
-    return inner if max(inside) >= HOPS_PER_PEER * (inner - 1) else 1
 
 
 class States(NamedTuple):

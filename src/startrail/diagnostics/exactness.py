@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from startrail.compile.halo import Halo
 from startrail.compile.proof import prove_call
+from startrail.compile.scan import Scan
 from startrail.diagnostics.reference import CPU, TWO_CALL_STYLES, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
 from startrail.geometry.mask import Mask
@@ -52,6 +54,21 @@ def prove(case: Case) -> str:
     plans = prove_call(case.problem, case.split)
     runs = "" if set(plans) == {case.plan} else f" (as {', '.join(dict.fromkeys(plans))})"
     return f"proven: {case.plan}{runs} on {case.world} ranks, {case.length} tokens, {case.mask}"
+
+
+def prove_recurrence(case: Case) -> str:
+    """The same for a layer with a recurrence and a convolution of width 4 in the place of attention.
+
+    >>> print(prove_recurrence(Case("1x2/1x2", 4, length=100)))
+    proven: scan and halo by 1x2/1x2 on 4 ranks, 100 tokens, states in 4 parts
+    """
+    boundaries, units = case.problem.boundaries, case.q_heads
+    numbers = units * case.head_dim
+    prove_call(Scan(boundaries, case.batch, features=numbers, units=units, effect=2 * numbers), case.split)
+    prove_call(Halo(boundaries, case.batch, before=3), case.split)
+    packed = f" in {len(boundaries.documents) - 1} documents" if case.documents else ""
+    tokens = f"{case.length} tokens{packed}, states in {units} parts"
+    return f"proven: scan and halo by {case.plan} on {case.world} ranks, {tokens}"
 
 
 @dataclass

@@ -7,7 +7,7 @@ transposed. States are (runs, batch, ...) here, so that those of one run are one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Ten
 from startrail.engine.session import Session
 from startrail.engine.wire import Wire
 from startrail.kernels import Partial, Sums
-from startrail.kernels.device import ints_on
+from startrail.kernels.device import current_stream_id, ints_on
 from startrail.schedule.values import Block, Pass
 
 
@@ -33,6 +33,14 @@ class PreparedScan:
     detail: str
     part: ScanPart
     passes: dict[Pass, PreparedPass]
+    _rows_on: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def rows_on(self, device: torch.device, rows: Sequence[int]) -> Tensor:
+        """Rows as a tensor, copied to the device once."""
+        key = *rows, current_stream_id(device)
+        if key not in self._rows_on:
+            self._rows_on[key] = ints_on(device, rows, torch.int64)
+        return self._rows_on[key]
 
     @cached_property
     def messages(self) -> dict[Pass, dict[int, Numbers]]:
@@ -177,6 +185,7 @@ class SharedCarryKernel(CarryKernel):
         self, prepared: PreparedScan, pass_: Pass, moves: Tensor, matrix: bool, before: Tensor, after: Tensor
     ) -> None:
         super().__init__(prepared, pass_, moves, matrix, before, after)
+        self.prepared = prepared
         self.table, self.member = prepared.part.table, prepared.part.member
         self.visits, self.unit = prepared.visits[pass_], StateType.of(after, matrix)
         table, own = self.table, self.table.shared_runs(self.member)
@@ -225,7 +234,7 @@ class SharedCarryKernel(CarryKernel):
             listed = self.visits[message.visit]
             rows, state = self._on_device(listed), arrived.view(self.row_after.shape[1:])
             self.row_after[rows] += _moved(self.row_moves[rows], state, self.matrix)
-            self.row_before[rows[0]] = state
+            self.row_before[listed[0]] = state
             self.row_before[rows[1:]] = self.row_after[rows[:-1]]
         elif message.depth == 0:
             self._take_effects(message.sender, arrived)
@@ -248,7 +257,7 @@ class SharedCarryKernel(CarryKernel):
         return slice(before, before + len(self.table.shared_runs(rank)))
 
     def _on_device(self, rows: list[int]) -> Tensor:
-        return ints_on(self.after.device, rows, torch.int64)
+        return self.prepared.rows_on(self.after.device, rows)
 
     def finish(self) -> None:
         self._take_entries(self.member, self.row_before[self._rows_of(self.member)])

@@ -2,17 +2,17 @@
 the compiled calls that the engine runs, with every rank simulated.
 
 >>> from startrail.planner.cluster import find_cluster
->>> from startrail.schedule.plan import Plan
+>>> from startrail.schedule.families.base import Heads
+from startrail.schedule.plan import Plan
 >>> cluster, split = find_cluster("h100-8x8@4x8"), Split(Plan.parse("1x4/1x8"), 32)
 >>> state = dict(features=32 * 128 * 128, units=32, effect=2 * 32 * 128 * 128)       # of Qwen3.5-35B: 2 MiB
 >>> chain, shared = (predict_rows(cluster, split, Scan(Boundaries((0, 2**18)), 1, **state, inner=n)) for n in (1, 8))
 >>> chain.seconds > 2 * shared.seconds, [round(nbytes / 2**16) for nbytes in shared.sent]     # in 32nds of a state
-(True, [12, 672])
+(True, [12, 331])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from startrail.planner.simulator import SimulatedPass
 from startrail.planner.sparse.predict import MAX_RANKS
 from startrail.planner.units import check_keys, find_file, parse_quantity, read_file
 from startrail.planner.workload import LinearLayers
+from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import Pass
 
@@ -182,13 +183,14 @@ class LinearCall:
         units = batch * layers.value_heads
         return halo, Scan(boundaries, batch, features=batch * layers.state, units=units, effect=batch * layers.effect)
 
-    def predict(self, levels: Plan) -> Prediction:
-        """``levels``: how the ranks are split. Tokens are laid out in rank order, as for models with windows."""
+    def predict(self, plan: Plan) -> Prediction:
+        """Under a plan, which says how tokens are laid out and which ranks are a node."""
         world = self.cluster.world
         found: list[Prediction] = []
         if world > 1:
-            split = Split(levels, world, in_rank_order=True)
-            found = [predict_rows(self.cluster, split, problem) for problem in self.problems()]
+            split, (halo, scan) = Split(plan, world), self.problems()
+            ways = [predict_rows(self.cluster, split, replace(scan, inner=inner)) for inner in (1, None)]
+            found = [predict_rows(self.cluster, split, halo), min(ways, key=lambda way: way.seconds)]
         passes = []
         for own, each in zip(self.own_seconds, ("forward", "backward"), strict=True):
             calls: list[SimulatedPass] = [getattr(prediction, each) for prediction in found]
@@ -202,37 +204,45 @@ class LinearCall:
         return Prediction(*passes)
 
 
-def predict_linear(call: LinearCall, plan: Plan, known: dict[tuple[int, ...], Prediction]) -> Prediction:
-    """The prediction under a plan, of which only the numbers of ranks at each level matter. ``known``: earlier ones.
+Layouts = dict[tuple[tuple[int, ...], ...], Prediction]  # by the ranks at each level, and their order
+
+
+def predict_linear(call: LinearCall, plan: Plan, known: Layouts) -> Prediction:
+    """The prediction under a plan, of which only its levels and the order of its ranks matter. ``known``: earlier ones.
     Of more than ``MAX_RANKS`` ranks, the line through two clusters with fewer nodes."""
-    cluster = call.cluster
-    sizes = plan.sizes(cluster.world)
-    if sizes not in known:
-        levels = Plan.parse("/".join(f"1x{size}" for size in sizes))
-        inner = cluster.world // sizes[0]
-        if cluster.world <= MAX_RANKS or cluster.levels[0].size != sizes[0] or sizes[0] < 8:
-            known[sizes] = call.predict(levels)
+    cluster, world = call.cluster, call.cluster.world
+    sizes = plan.sizes(world)
+    if (key := (sizes, plan.slots(world))) not in known:
+        if world <= MAX_RANKS or cluster.levels[0].size != sizes[0] or sizes[0] < 8:
+            known[key] = call.predict(plan)
         else:
-            several = max(2, MAX_RANKS // inner // 2)
-            one, other = (_with_nodes(call, sizes, nodes) for nodes in (several, 2 * several))
-            known[sizes] = _line(one, other, sizes[0] / several - 1)
-    return known[sizes]
+            nodes = max(2, MAX_RANKS * sizes[0] // world // 2)
+            one, other = (_with_nodes(call, plan, number) for number in (nodes, 2 * nodes))
+            known[key] = _line(one, other, nodes, sizes[0])
+    return known[key]
 
 
-def _with_nodes(call: LinearCall, sizes: Sequence[int], nodes: int) -> Prediction:
+def _with_nodes(call: LinearCall, plan: Plan, nodes: int) -> Prediction:
     """The prediction with fewer nodes and as many tokens per rank."""
-    fewer = replace(
-        call, cluster=call.cluster.with_members(nodes), documents=(0, call.documents[-1] * nodes // sizes[0])
-    )
-    return fewer.predict(Plan.parse("/".join(f"1x{size}" for size in (nodes, *sizes[1:]))))
+    cluster = call.cluster.with_members(nodes)
+    outer = f"u{nodes}" if isinstance(plan.levels[0], Heads) else f"1x{nodes}"
+    tokens = call.documents[-1] * cluster.world // call.cluster.world
+    fewer = Plan.parse("/".join([outer, *map(str, plan.levels[1:])]))
+    return replace(call, cluster=cluster, documents=(0, tokens)).predict(fewer)
 
 
-def _line(one: Prediction, other: Prediction, at: float) -> Prediction:
+def _line(one: Prediction, other: Prediction, nodes: int, whole: int) -> Prediction:
+    """For ``whole`` nodes, through the predictions for ``nodes`` and twice as many. Bytes of all ranks together lie on
+    a line, as seconds do."""
+
     def beyond(x: float, y: float) -> float:
-        return x + (y - x) * at
+        return x + (y - x) * (whole / nodes - 1)
+
+    def shares(x: float, y: float) -> float:
+        return beyond(nodes * x, 2 * nodes * y) / whole
 
     passes = []
     for a, b in ((one.forward, other.forward), (one.backward, other.backward)):
-        sent, busy = (tuple(map(beyond, *both)) for both in ((a.sent, b.sent), (a.busy, b.busy)))
+        sent, busy = tuple(map(shares, a.sent, b.sent)), tuple(map(beyond, a.busy, b.busy))
         passes.append(SimulatedPass(beyond(a.seconds, b.seconds), beyond(a.waiting, b.waiting), sent, busy))
     return Prediction(*passes)

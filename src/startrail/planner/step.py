@@ -18,7 +18,7 @@ from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.memory import FLOAT_BYTES, Memory, estimate_memory
 from startrail.planner.predict import Prediction
 from startrail.planner.recurrent import FORWARD_FLOPS as LINEAR_FLOPS
-from startrail.planner.recurrent import LinearCall, predict_linear
+from startrail.planner.recurrent import Layouts, LinearCall, predict_linear
 from startrail.planner.units import count_text
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
@@ -117,7 +117,7 @@ class Training:
         return LinearCall(self.group, self.model.linear, self.batch, documents, *dtypes)
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], Prediction]:
+    def _known(self) -> Layouts:
         return {}
 
     def of_linear(self, plan: Plan) -> Prediction | None:

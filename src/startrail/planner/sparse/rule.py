@@ -21,11 +21,13 @@ from dataclasses import replace
 from zlib import crc32
 
 from startrail.compile.attention import Attention
-from startrail.compile.problem import Rule
+from startrail.compile.problem import Boundaries, Problem, Rule, ScanRule, Split
+from startrail.compile.scan import Scan
 from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cluster
+from startrail.planner.recurrent import predict_rows
 from startrail.planner.sparse.predict import SparseCall
 from startrail.planner.topology import Machine
 from startrail.schedule.sizes import Sizes
@@ -46,6 +48,20 @@ class SimulatedRule:
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
         self._known: dict[object, bool] = {}
+
+    def of_scans(self, split: Split, problem: Problem) -> bool | None:
+        """True if ranks of a node should share units of states, for one document over all ranks; None if they are too
+        many to simulate."""
+        if not isinstance(problem, Scan) or split.world > MAX_RANKS:
+            return None
+        key = split.plan.sizes(split.world), split.layout, split.in_rank_order, problem.states, problem.itemsize
+        if key not in self._known:
+            whole = replace(problem, boundaries=Boundaries((0, 2 * split.world)))
+            chain, shared = (
+                predict_rows(self.cluster, split, replace(whole, inner=inner)).seconds for inner in (1, key[0][-1])
+            )
+            self._known[key] = shared < chain
+        return self._known[key]
 
     def __str__(self) -> str:
         return f"as simulated on {self.cluster} ({crc32(cluster_text(self.cluster, '').encode()):08x})"
@@ -91,3 +107,8 @@ def rule_for(cluster: str, world: int) -> bool | Rule:
         return SimulatedRule(fit_cluster(described, Machine(nodes, world // nodes)))
     except ValueError:
         return True
+
+
+def scan_rule(rule: bool | Rule) -> ScanRule | None:
+    """That of the same cluster."""
+    return rule.of_scans if isinstance(rule, SimulatedRule) else None
