@@ -65,7 +65,7 @@ def _fail_calls(trainer: Trainer, odd: bool, step):
     sp = startrail.SequenceParallel(trainer.sp.plan, group=group, timeout=1.5)
     for place in ("", "before", "inside", "", ""):
         dist.barrier(group)
-        sequence = sp.sequence(32)
+        sequence = sp.sequence(32, (0, 20, 32)).packed((0, 8, 20, 32))
         x = sequence.shard(torch.randn(1, 4, 32, 8, generator=torch.Generator().manual_seed(3)), 2)
         try:
             if odd and place == "before":
@@ -84,6 +84,10 @@ def _disagree(trainer: Trainer, odd: bool, step):
     x = torch.ones(sequence.local, 2)
     assert _refused(lambda: sequence.unshard(x[:, :1] if odd else x, 0))
     assert _refused(lambda: sequence.roll(x, 1 if odd else -1, 0))
+    parent = trainer.sp.sequence(64)
+    parent.shard(torch.arange(64) + odd, 0)  # as if this rank had skipped a batch
+    x = torch.ones(1, 4, parent.local, 8)
+    assert _refused(lambda: parent.packed((0, 20, 64)).attention(x, x, x))
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2 + odd)]
     assert _refused(lambda: startrail.sum_gradients(parameters, trainer.sp.group))
     assert _refused(lambda: startrail.global_mean(torch.ones(2) if odd else torch.ones(()), 1, trainer.sp.group))

@@ -64,6 +64,12 @@ FAILED_CASES = [
     # out rounded to half precision before the backward pass reads it: 2 tokens
     Case("u1,keep=queries", 1, length=2, q_heads=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16, causal=True,
          slices=((0, 1, 0, 1), (1, 2, 0, 2, 1)), seed=20107, call_style="checkpointed"),
+    # ranks that hold no token
+    Case("1x3/3x1,backward=queries", 9, length=1, q_heads=6, kv_heads=1, causal=True, window=1, documents=(0, 1),
+         scale=1.0, value_dim=24, seed=10000, call_style="strided", shares=(0.5, 0.01, 0.5, 1, 1, 0.01, 1, 0.5, 0.5)),
+    Case("3x1/u2,keep=queries,groups=3", 6, length=2, batch=6, q_heads=8, kv_heads=1, head_dim=1, dtype=torch.float64,
+         causal=True, wire_dtype=torch.float32, scale=0.7, value_dim=24, seed=950007, call_style="checkpointed",
+         shares=(0.5, 0.5, 1.0, 0.5, 0.01, 0.9)),
     # queries without keys next to a causal slice
     Case("1x2", 2, length=12, layout="contiguous", slices=((0, 4, 0, 8, 1),)),
     Case("1x2", 2, length=12, layout="zigzag", slices=((3, 6, 0, 10, 1),)),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import ceil, log2
 from pathlib import Path
@@ -35,6 +35,7 @@ NODES, PER_NODE = 4, 8
 RANKS = NODES * PER_NODE
 BATCH = 8  # an optimizer step has this many times the tokens that all ranks hold
 SEEDS = 3
+Groups = list[tuple[int, list[int]]]  # ranks and documents
 WAYS = "first fit", "Megatron's rule", "ours, a sequence per node", "ours, one sequence"
 SLACK = 0.05  # between loads, in Megatron's rule
 
@@ -74,17 +75,17 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def megatron(lengths: Sequence[int], ranks: int, tokens_per_rank: int) -> float:
     """What the busiest rank of each round works, summed."""
+    found = rounds(lengths, ranks, tokens_per_rank)
+    return sum(max(sum(map(work_of, documents)) / size for size, documents in groups) for groups in found)
+
+
+def rounds(lengths: Sequence[int], ranks: int, tokens_per_rank: int) -> Iterator[Groups]:
+    """The groups of ranks in each round, and the documents of each."""
     waiting: dict[int, list[int]] = {}  # by ranks, the longest last
     for length in sorted(lengths):
         waiting.setdefault(max(1, 2 ** ceil(log2(length / tokens_per_rank))), []).append(length)
-    seconds = 0.0
     while any(waiting.values()):
-        groups = _joined(_trimmed(_one_round(waiting, ranks), waiting, ranks), ranks)
-        seconds += max(sum(map(work_of, documents)) / size for size, documents in groups)
-    return seconds
-
-
-Groups = list[tuple[int, list[int]]]  # ranks and documents
+        yield _joined(_trimmed(_one_round(waiting, ranks), waiting, ranks), ranks)
 
 
 def _load(group: tuple[int, list[int]]) -> float:

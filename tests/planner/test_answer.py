@@ -9,8 +9,9 @@ import pytest
 import startrail
 from startrail.cli import main
 from startrail.planner.answer import plan as ask
-from startrail.planner.cluster import SlowMember, find_cluster
+from startrail.planner.cluster import SlowMember, find_cluster, read_cluster
 from startrail.planner.search import search
+from startrail.planner.units import find_file, read_file
 from startrail.planner.workload import Run, find_model
 from startrail.schedule.plan import Plan
 from tests.helpers import refusal
@@ -23,6 +24,19 @@ def test_a_slow_node_is_named_with_advice(share, advice):
     assert f"node 2 (bandwidth {share:.0%}, compute 100%)" in why
     assert "the other 3 nodes alone take" in why
     assert advice in why
+
+
+def test_a_node_of_slower_devices_is_said_to_gain_from_shares():
+    file = read_file(find_file("h100-8x8", "clusters", "cluster"))
+    slow = [{"level": "node", "member": 1, "device": "a100-4x8"}]
+    cluster = read_cluster({**file, "slow": slow}, "mixed", "mixed.toml").resized([2, 4])
+    assert [round(cluster.speed(rank), 2) for rank in range(8)] == [1.0] * 4 + [0.35] * 4
+    why = ask(cluster, "gpt-3b", "128k", top=1).why
+    assert "node 1 (bandwidth 100%, compute 35%): at full speed" in why
+    healthy, shared = re.search(
+        r'would take ([\d.]+) s, and with shares="measured" 1x\S+ would take ([\d.]+) s', why
+    ).groups()
+    assert float(healthy) < float(shared) < 2 * float(healthy)  # its ranks are 0.68 as fast on average
 
 
 def test_what_would_change_the_answer_is_a_new_search():

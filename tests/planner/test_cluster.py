@@ -83,6 +83,13 @@ def changed(path: str, value: object) -> dict:
         ("slow", [{"level": "rack", "member": 0}], "slow[0]: level = 'rack' is not one of node, gpu"),
         ("slow", [{"level": "node", "member": 4}], "slow[0]: member = 4 is not one of 0 to 3"),
         ("slow", [{"level": "node", "member": 0, "bandwidth": 0}], "bandwidth = 0 is not a number between 0.001 and 1"),
+        (
+            "slow",
+            [{"level": "node", "member": 0, "device": "h100-8x8"}],
+            "slow[0]: device: H100 SXM 80GB is not slower",
+        ),
+        ("slow", [{"level": "node", "member": 0, "device": "x"}], "slow[0]: device = 'x' is not one of a100-2x16, "),
+        ("slow", [{"level": "node", "member": 0, "device": "a100-4x8", "compute": 1}], "compute and device both say"),
     ],
 )
 def test_a_mistake_in_a_cluster_file_names_the_key(path, value, message):

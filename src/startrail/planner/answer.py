@@ -352,7 +352,7 @@ def _about_slow_members(result: SearchResult) -> str:
         f"{cluster.levels[slow.level].label} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
         for slow in cluster.slow
     )
-    text = f"All ranks wait for {named}: at full speed, a step would take {seconds_text(healthy)}"
+    text = f"All ranks wait for {named}: at full speed, a step would take {seconds_text(healthy)}{_shared(result)}"
     outer = cluster.levels[0]
     too_large = cluster.world > LARGE_WORLD or result.runs
     if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or too_large:
@@ -367,6 +367,16 @@ def _about_slow_members(result: SearchResult) -> str:
     rest = f"the other {outer.size - 1} {plural(outer.label)}"
     others = f"{rest} alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
+
+
+def _shared(result: SearchResult) -> str:
+    """What a step takes if slower devices get fewer tokens. In a ring, work follows tokens; ranks that share queries or
+    heads share the work of their attention anyway."""
+    rings = [row for row in result.rows if row.plan.heads == row.plan.family.team(row.plan) == 1]
+    if not rings or all(slow.compute == 1 for slow in result.cluster.slow):
+        return ""
+    seconds, name = min((price_row(row, result.cluster.evened()).seconds, row.name) for row in rings)
+    return f', and with shares="measured" {name} would take {seconds_text(seconds)}'
 
 
 def _how_sure(result: SearchResult) -> Iterator[str]:

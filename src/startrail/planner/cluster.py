@@ -123,7 +123,8 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class SlowMember:
-    """A member of a level whose link or devices reach only this share of the others' speed."""
+    """A member of a level whose link or devices reach only this share of the others' speed. In a file, ``device`` may
+    name the cluster whose type of device it has instead of ``compute``."""
 
     level: int
     member: int
@@ -247,6 +248,23 @@ class ClusterSpec:
                 raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which is marked as slow")
         return self._with_sizes(sizes, self.slow)
 
+    def speed(self, rank: int) -> float:
+        """The share of the device's speed that a rank reaches."""
+        return min((s.compute for s in self.slow if rank // self.spans[s.level] == s.member), default=1.0)
+
+    def evened(self) -> ClusterSpec:
+        """A copy whose ranks are all as fast as they are on average: what it is worth to give each rank work in
+        proportion to its speed.
+
+        >>> cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3, compute=0.5),))
+        >>> {cluster.evened().speed(rank) for rank in range(32)}
+        {0.875}
+        """
+        mean = sum(map(self.speed, range(self.world))) / self.world
+        links = [replace(slow, compute=1.0) for slow in self.slow if slow.bandwidth < 1]
+        nodes = [SlowMember(0, member, compute=mean) for member in range(self.levels[0].size)]
+        return replace(self, slow=(*links, *nodes))
+
     def with_members(self, number: int) -> ClusterSpec:
         """A copy with another number of outermost members, of which the first are as slow as any was.
 
@@ -308,7 +326,7 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
     accuracy = fields.number("accuracy", least=0.0, most=0.9, default=0.25)
     cores = fields.integer("cores", least=0, most=MAX_RANKS)
-    members = tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow))
+    members = tuple(_slow(item, levels, device, f"{where}: slow[{at}]") for at, item in enumerate(slow))
     return ClusterSpec(name, levels, device, transport, accuracy, cores, members)
 
 
@@ -365,15 +383,30 @@ def _rates(table: object, chip: str, where: str) -> Rates:
     return Rates(peak, matmul, forward, backward, None, fp8)
 
 
-def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> SlowMember:
-    fields = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
+def _slow(table: object, levels: tuple[LinkLevel, ...], device: Device, where: str) -> SlowMember:
+    fields = check_keys(table, ("level", "member", "bandwidth", "compute", "device"), ("level", "member"), where)
     names = [level.name for level in levels]
     at = names.index(fields.choice("level", names))
     members, member = prod(level.size for level in levels[: at + 1]), fields.integer("member", least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
-    shares = (fields.number(key, least=MIN_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute"))
+    shares = [fields.number(key, least=MIN_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")]
+    if "device" in fields.table:
+        if "compute" in fields.table:
+            raise ValueError(f"{where}: compute and device both say how fast it is: give one of them")
+        shares[1] = _speed_of(find_cluster(fields.choice("device", tuple(shipped("clusters")))).device, device, where)
     return SlowMember(at, member, *shares)
+
+
+def _speed_of(other: Device, device: Device, where: str) -> float:
+    """How fast ``other`` computes as a share of ``device``: the least in any dtype that both have."""
+    ratios = [other.rates[dtype].matmul / rates.matmul for dtype, rates in device.rates.items() if dtype in other.rates]
+    if not ratios or not MIN_SHARE <= min(ratios) <= 1:
+        raise ValueError(
+            f"{where}: device: {other.name} is not slower than {device.name} in the dtypes of both: describe the "
+            "faster one as [device]"
+        )
+    return min(ratios)
 
 
 def cluster_text(cluster: ClusterSpec, comment: str) -> str:

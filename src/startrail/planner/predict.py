@@ -227,7 +227,7 @@ class _Wires:
         return self.first[at] + out * ways, self.first[at] + into * ways + ways - 1
 
     def speed(self, place: int) -> float:
-        return _speed(self.cluster, self.order[place])
+        return self.cluster.speed(self.order[place])
 
     def busiest(self, carried: Sequence[float]) -> tuple[float, ...]:
         ends = [*self.first[1:], len(self.capacity)]
@@ -241,10 +241,6 @@ def _share(cluster: ClusterSpec, level: int, rank: int) -> float:
     """The share of a link's bandwidth that slow members leave. ``rank`` is the first rank behind the link."""
     shares = [s.bandwidth for s in cluster.slow if s.level == level and rank // cluster.spans[level] == s.member]
     return min(shares, default=1.0)
-
-
-def _speed(cluster: ClusterSpec, rank: int) -> float:
-    return min((s.compute for s in cluster.slow if rank // cluster.spans[s.level] == s.member), default=1.0)
 
 
 # --- one rank for all
