@@ -10,8 +10,8 @@ neither is ordered before the other.
 - An operation of a communicator runs on its stream: after those before it, and after what the current stream had when
   it was posted. ``wait()`` orders the current stream after it, and tells the host nothing.
 - The host learns from an event's ``query()`` that all before it is done, but only when it asks a second time.
-- Memory that is freed is used again at once by the stream that allocated it. A race if another stream still uses it,
-  unless ``record_stream`` names that stream. NCCL keeps the tensors of its own operations until they end.
+- Memory that is freed is used again at once by the stream that allocated it, or after all that the streams have which
+  ``record_stream`` names: a race if another one still uses it. NCCL keeps tensors until they have been waited for.
 
 ``check_posts`` takes what all ranks posted: the nth message to a peer must have the size of the peer's nth receive, and
 all must end even if every post blocks the host (as with ``CUDA_LAUNCH_BLOCKING=1``, or when a kernel is loaded).
@@ -44,7 +44,7 @@ from tests.kernels.stand_ins import WithoutDeviceGuard
 from tests.lazy_stream import BODIES
 
 HOST_DEVICE = torch.device("cpu")
-MAIN, HOST = "the main stream", "the host"
+MAIN, HOST, READING = "the main stream", "the host", "the stream that reads digests"
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 Clock = dict[str, int]
@@ -87,6 +87,7 @@ class Stream:
 
     def __init__(self, trace: Trace, name: str) -> None:
         self.trace, self.name = trace, name
+        trace.clocks.setdefault(name, {name: 0})
 
     @property
     def cuda_stream(self) -> int:
@@ -212,9 +213,9 @@ class Trace(TorchDispatchMode):
         memory = self.memories.pop(number)
         if memory.device == "cpu" or memory.num_posted:  # pinned memory waits for the streams of its copies
             return
-        now = self.clocks[memory.stream]
+        clocks = [self.clocks[name] for name in (memory.stream, *memory.recorded)]  # what the allocator waits for
         for (_, _, _, stream), (tick, what) in memory.accesses.items():
-            if stream not in (memory.stream, HOST) and stream not in memory.recorded and now.get(stream, 0) < tick:
+            if stream != HOST and all(clock.get(stream, 0) < tick for clock in clocks):
                 self.races.append(f"memory of {memory.stream} is freed during {what} on {stream}")
 
     def record_stream(self, x: Tensor, stream: Stream) -> None:
@@ -331,7 +332,7 @@ def _read_digest(trace: Trace, result: Any) -> Callable[[Any], Any]:
 def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
     """Everything of this process is traced. ``fused``: with the fused kernels. ``fake``: tensors are fake ones."""
     trace, read_plainly = Trace(), OpKey.from_tensor
-    names = iter(range(1, 1000))
+    names, reading = iter(range(1, 1000)), Stream(trace, READING)
 
     @contextmanager
     def use(stream: Stream) -> Iterator[None]:
@@ -343,9 +344,7 @@ def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
         return Group(trace, members, name.rpartition("/")[2])
 
     def new_stream(device: object = None) -> Stream:
-        made = Stream(trace, f"stream {next(names)}")
-        trace.clocks[made.name] = {made.name: 0}
-        return made
+        return Stream(trace, f"stream {next(names)}")
 
     def read_key(tensor: Tensor) -> OpKey:
         with _disable_current_modes():
@@ -367,7 +366,8 @@ def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
         (torch.cuda, "Stream", new_stream),
         (torch.cuda, "stream", use),
         (torch.cuda, "current_stream", lambda device=None: Stream(trace, trace.current)),
-        (offload, "_used_on", trace.record_stream),
+        *((module, "used_on", trace.record_stream) for module in (offload, nccl)),
+        (nccl, "side_stream", lambda device: reading),
         (attention, "kernel_for", make_kernel),
         (OpKey, "from_tensor", read_key),
     ]
@@ -388,6 +388,11 @@ def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
         if fake:
             stack.enter_context(WithoutDeviceGuard())
         yield trace
+
+
+def of_all_ranks(trace: Trace) -> str:
+    """The stream of the communicator that compares calls."""
+    return next(name for name in trace.clocks if name.endswith(" of all"))
 
 
 HEAD_DIM, LENGTH = 8, 96

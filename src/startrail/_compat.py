@@ -51,11 +51,14 @@ def default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     return c10d.default_pg_timeout if options is None else options._timeout
 
 
-def nccl_options(timeout: timedelta, max_channels: int) -> Any:
-    """Options for NCCL: streams of high priority, and at most ``max_channels`` channels."""
+def nccl_options(timeout: timedelta, max_channels: int, clusters: bool) -> Any:
+    """Options for NCCL: streams of high priority, and at most ``max_channels`` channels. ``clusters``: channels may
+    start in clusters of four, NCCL's default from Hopper on."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = max_channels
+    if not clusters:
+        options.config.cga_cluster_size = 1
     return options
 
 

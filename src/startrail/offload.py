@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from startrail.kernels.device import on_device
+from startrail.kernels.device import on_device, used_on
 
 
 class _Saved:
@@ -24,7 +24,7 @@ class _Saved:
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
             self.host.copy_(x, non_blocking=True)
-        _used_on(x, stream)
+        used_on(x, stream)
         self.back: Tensor | None = None
 
     def fetch(self) -> Tensor:
@@ -38,7 +38,7 @@ class _Saved:
         """The tensor for work on the current stream. Starts to copy those of the block before."""
         back, current = self.fetch(), torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)  # not for what is fetched next
-        _used_on(back, current)
+        used_on(back, current)
         self.back = None
         self.block.fetch_before()
         return back
@@ -90,8 +90,3 @@ def _unpack(packed: Tensor | _Saved) -> Tensor:
 
 def _is_on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
-
-
-def _used_on(x: Tensor, stream: torch.cuda.Stream) -> None:
-    """The allocator hands out the memory of ``x`` again only after the work that ``stream`` has now."""
-    x.record_stream(stream)

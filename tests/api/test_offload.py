@@ -76,7 +76,7 @@ def log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(offload, "_is_on_gpu", lambda x: True)
-    monkeypatch.setattr(offload, "_used_on", lambda x, stream: log.append(f"{stream.name} uses {x.flatten()[0]:.0f}"))
+    monkeypatch.setattr(offload, "used_on", lambda x, stream: log.append(f"{stream.name} uses {x.flatten()[0]:.0f}"))
     with Copies(current, log):
         yield log
 

@@ -323,11 +323,11 @@ def test_ranks_under_torchrun_measure_gpus_in_bfloat16(monkeypatch):
 class NcclOptions:
     def __init__(self, is_high_priority_stream=False):
         self.high = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
+        self.config = SimpleNamespace(max_ctas=None, cga_cluster_size=None)
 
 
 def test_nccl_lanes_share_one_set_of_options(monkeypatch):
-    """High-priority streams, few channels, and a watchdog that waits longer than our own timeout."""
+    """High-priority streams, few channels without clusters, and a watchdog that waits longer than our own timeout."""
     made = []
     monkeypatch.setattr(_compat.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
@@ -341,8 +341,10 @@ def test_nccl_lanes_share_one_set_of_options(monkeypatch):
     groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5), 8)
     ((size, index, members, backend, _, name, options, timeout),) = made
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
-    assert options.high and options.config.max_ctas == 8
+    assert options.high and (options.config.max_ctas, options.config.cga_cluster_size) == (8, 1)
     assert timeout == options._timeout == timedelta(seconds=5) + timedelta(seconds=TIMING.nccl_grace)
+    groups.make_group([1, 3], "exposed", "nccl", timedelta(seconds=5), groups.EXPOSED_CHANNELS)
+    assert made[1][6].config.cga_cluster_size is None, "nothing runs beside it"
 
 
 @pytest.mark.parametrize(

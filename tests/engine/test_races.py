@@ -7,6 +7,7 @@ fused; offload. ``MUTATIONS`` are mistakes of as many kinds, which must be found
 
 import re
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +155,22 @@ def on_meta(monkeypatch):
 
 def test_offload(on_meta):
     check("1x1", 1, CASES[0], offloaded)
+
+
+@pytest.mark.parametrize("plan", ["1x4", "u4", "2x2"])
+def test_no_stream_that_computes_waits_until_all_ranks_have_begun_a_pass(plan):
+    """The comparison of a call is an all-reduce over all ranks, which may be late. Only its reader waits for it."""
+
+    def program(trace, sp, case):
+        with mock.patch.object(races.Event, "query", return_value=False):  # nor does the host learn of its end
+            races.attend(trace, sp, case)
+        compared = races.of_all_ranks(trace)
+        assert trace.clocks[compared][compared] > 1 and trace.clocks[races.READING][compared] > 1
+        connected.append(trace.clocks[races.MAIN].get(compared))
+
+    connected: list[int | None] = []
+    check(plan, 4, CASES[0], program)
+    assert set(connected) == {1}, "that of the lanes' connection, before the first pass"
 
 
 # --- planted mistakes

@@ -203,14 +203,15 @@ def test_cudnn_computes_what_torch_lets_it_and_flash_the_rest(stand_in_ops, monk
 
 
 def test_flash_attention_3_leaves_multiprocessors_to_transfers(monkeypatch):
-    """Torch's own adapter passes the margin on. Only full rectangles are cut into one part per multiprocessor."""
+    """Torch's own adapter passes the margin on, in every forward call: rectangles, causal tiles and documents."""
     from torch.nn.attention import _fa3
 
     margins = []
 
     def fwd(q, k, v, *rest):
         margins.append(rest[-1])
-        return torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]), None, None
+        lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+        return torch.empty_like(q), torch.empty(lse), None, None
 
     monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", fwd)
     monkeypatch.setattr(_fa3, "_fa3_forward_support_error", lambda *arguments, **options: None)
@@ -222,7 +223,9 @@ def test_flash_attention_3_leaves_multiprocessors_to_transfers(monkeypatch):
         kernel.sm_margin = margin
         for causal in (False, True):
             kernel.forward_tile(q, k, v, TileMask(causal, None, SCALE))
-    assert margins == [0, 0, 16, 0]
+        for packs in (((32, 32),), ((20, 20), (12, 12))):
+            kernel.forward_tile(q, k, v, TileMask(False, None, SCALE, (5, 0), packs))
+    assert margins == [0] * (2 + 1 + 2) + [16] * (2 + 1 + 2)
     assert torch._C._get_sm_carveout_experimental() == before, "for our calls only"
 
 

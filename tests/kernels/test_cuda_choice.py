@@ -100,6 +100,19 @@ def test_cudnn_takes_the_widths_of_latent_attention(select):
     assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91002, value_dim=128, attends=False) == "cuda-flash"
 
 
+def test_deterministic_gradients_of_wide_heads_do_not_come_from_flash_attention_3(select, monkeypatch):
+    """Its backward pass raises for them."""
+    found = lambda name, path: cuda.FlashOps(None, None, None, None) if name == "FA3" else None  # noqa: E731
+    found.cache_clear = lambda: None
+    monkeypatch.setattr(cuda, "_newer_flash", found)
+    for deterministic, wide in ((False, "cuda-flash-fa3"), (True, "cuda-flash-attn")):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
+        assert select(torch.bfloat16, 256, installed="2.8.3", capability=(9, 0)) == wide
+        assert select(torch.bfloat16, 192, installed="2.8.3", capability=(9, 0)) == "cuda-flash-fa3"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert select(torch.bfloat16, 256, capability=(9, 0)) == "cuda-efficient"
+
+
 def test_torch_has_the_adapter_for_flash_attention_3():
     """Only its names: the packages are not installed here."""
     for name, path, _ in cuda._NEWER_PACKAGES:

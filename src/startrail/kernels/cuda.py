@@ -27,7 +27,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -78,13 +78,13 @@ def cuda_kernel(
     if capability is not None and capability < (8, 0):
         return _with_reason(EfficientKernel(dtype), f"compute capability {capability}: flash attention needs (8, 0)")
     if chosen := _compat.chosen_flash_impl():
-        if head_dim > (most := _MAX_HEAD_DIMS.get(chosen, _MAX_FLASH_HEAD_DIM)):
+        if head_dim > (most := _max_head_dim(chosen)):
             reason = f"head dim {head_dim}: {chosen}, which torch is set to use, is known to be right up to {most}"
             return _with_reason(EfficientKernel(dtype), reason)
         return _with_reason(FlashKernel(dtype), f"torch is set to use {chosen}")
     for name, path, generations in _NEWER_PACKAGES:
         supported = capability is not None and capability[0] in generations
-        known = head_dim <= _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
+        known = head_dim <= _max_head_dim(name)
         supported = supported and (known or (widths == LATENT_WIDTHS and capability is not None and capability[0] > 9))
         if supported and (ops := _newer_flash(name, path)) is not None:
             return _with_reason(FlashKernel(dtype, ops, name), f"{name} is installed and supports {capability}")
@@ -161,9 +161,15 @@ def _with_reason(kernel: Kernel, reason: str) -> Kernel:
 
 # In order of preference: name, module, and the major compute capabilities that it supports.
 _NEWER_PACKAGES = (("FA3", "flash_attn_interface", (9,)), ("FA4", "flash_attn.cute.interface", (9, 10)))
-# Above these head dims, support depends on the GPU and the pass.
-_MAX_HEAD_DIMS = {"FA4": 128}
 LATENT_WIDTHS = 192, 128  # of the keys and values that DeepSeek's models expand from latents
+
+
+def _max_head_dim(implementation: str) -> int:
+    """Above it, FlashAttention 4 supports some GPUs and passes only, and version 3's backward pass raises if it has to
+    be deterministic."""
+    if implementation == "FA3" and torch.are_deterministic_algorithms_enabled():
+        return 192
+    return 128 if implementation == "FA4" else _MAX_FLASH_HEAD_DIM
 
 
 @cache
@@ -303,13 +309,15 @@ class FlashKernel(EfficientKernel):
         return x.transpose(1, 2).contiguous().transpose(1, 2) if self.ops.backward is _compat.cuda_flash_backward else x
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
-        # A full rectangle in FlashAttention 3 is cut into as many parts as there are multiprocessors. Parts whose
-        # multiprocessor belongs to a transfer would start when all others have ended. Its other kernels hand out parts
-        # as they go, as FlashAttention 2 does.
-        leave = self.sm_margin and not tile_mask.causal and self.is_fa3
-        with _compat.sm_margin(self.sm_margin) if leave else nullcontext():
+        with self._leaving_multiprocessors():
             out, lse, *_ = self.ops.forward(q, k, v, 0.0, tile_mask.causal, scale=tile_mask.scale)
         return out, lse
+
+    def _leaving_multiprocessors(self) -> AbstractContextManager[None]:
+        """All forward kernels of FlashAttention 3 are persistent: they take every multiprocessor that they may, until
+        they end. One that belongs to a transfer would start its part when all others have ended, and a transfer that
+        comes later would wait for the whole kernel."""
+        return _compat.sm_margin(self.sm_margin) if self.sm_margin and self.is_fa3 else nullcontext()
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
@@ -323,11 +331,13 @@ class FlashKernel(EfficientKernel):
         cu_seqlens, longest = _cu_seqlens(tile_mask.packs, q.device), _longest(tile_mask.packs)
         options = _window(tile_mask)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if cu_seqlens is None:
-            out, lse, *_ = self.ops.bands_forward(q, k, v, None, None, *longest, 0.0, False, False, **options)
-            return out.transpose(1, 2), lse
-        entries = zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)
-        results = [self.ops.bands_forward(*x, *cu_seqlens, *longest, 0.0, False, False, **options)[:2] for x in entries]
+        rest = (*longest, 0.0, False, False)
+        with self._leaving_multiprocessors():
+            if cu_seqlens is None:
+                out, lse, *_ = self.ops.bands_forward(q, k, v, None, None, *rest, **options)
+                return out.transpose(1, 2), lse
+            entries = zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)
+            results = [self.ops.bands_forward(*x, *cu_seqlens, *rest, **options)[:2] for x in entries]
         outs, lses = zip(*results, strict=True)
         return _batch(outs).transpose(1, 2), _batch(lses)
 

@@ -34,6 +34,23 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of this process for what the current one must not wait for; None without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def used_on(x: Tensor, stream: torch.cuda.Stream) -> None:
+    """The allocator hands out the memory of ``x`` again only after the work that ``stream`` has now."""
+    x.record_stream(stream)
+
+
 def ints_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Copies whole numbers from the host to a device. The host does not wait; only the current stream is ordered after
     the copy."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import Looks, watch
-from startrail.kernels.device import on_device, record_event
+from startrail.kernels.device import on_device, record_event, side_stream, used_on
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
 from startrail.transport.interface import Compare, MessageSet, Together
@@ -133,10 +134,15 @@ class DeviceComparison(DigestComparison):
         return "comparing the call with all ranks"
 
     def start_read(self) -> None:
-        """Copy the result to the host after everything on the current stream."""
-        self.work.wait()
-        self.extremes = self.extremes.to("cpu", non_blocking=True)
-        self._event = record_event(self.device)
+        """Copy the result to the host, on a stream of its own: it needs all ranks to have begun the pass, for which
+        nothing else on this rank's device should wait."""
+        stream = side_stream(self.device)
+        if stream is not None:
+            used_on(self.extremes, stream)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self.work.wait()
+            self.extremes = self.extremes.to("cpu", non_blocking=True)
+            self._event = record_event(self.device)
         self._is_read = True
 
     def least(self) -> int:

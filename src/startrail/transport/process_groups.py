@@ -9,8 +9,10 @@ All settings of NCCL's communicators are here:
 - *high priority streams*: attention kernels that become ready together with a transfer would take every
   multiprocessor, and the transfer that they should hide would run after them;
 - *few channels for lanes that run under compute*: each takes a multiprocessor from attention, and these transfers have
-  the time of a block. *Many for lanes that run while nothing else does*, such as the exchange over heads: it takes
-  about 2 per NVLink to fill them, and an H100 has 18 (NVIDIA/nccl#1703);
+  the time of a block. They start one by one: a cluster of four, the default from Hopper on, needs four free
+  multiprocessors in one part of the GPU, and those that attention leaves may lie anywhere. *Many for lanes that run
+  while nothing else does*, such as the exchange over heads: it takes about 2 per NVLink to fill them, and an H100 has
+  18 (NVIDIA/nccl#1703);
 - *never split from the world's communicator*. torch does that if the default group is bound to a device: lazily, inside
   the first transfer, and with all ranks of the world, most of which do not take part;
 - *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer, and counts the time that
@@ -96,7 +98,7 @@ def make_group(
     options = None
     if backend == "nccl":
         timeout += timedelta(seconds=TIMING.nccl_grace)
-        options = nccl_options(timeout, channels)
+        options = nccl_options(timeout, channels, clusters=channels >= EXPOSED_CHANNELS)
     try:
         return make_named_group(members, name, backend, PrefixStore(f"{name}/", default_store()), options, timeout)
     except RuntimeError as error:
