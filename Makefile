@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles
 
 export NO_MKDOCS_2_WARNING := 1  # advertises another generator
 
-.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all test-axolotl lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
+.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all test-axolotl test-automodel lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
 
 setup: $(VENV)/ready
 
@@ -48,6 +48,15 @@ test-axolotl: $(VENV)/axolotl/ready ## the plugin for axolotl, with axolotl itse
 $(VENV)/axolotl/ready: $(VENV)/ready tests/integrations/axolotl.txt
 	rm -rf $(VENV)/axolotl
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/axolotl -r tests/integrations/axolotl.txt
+	touch $@
+
+# NeMo Automodel without what it depends on: the contract is plain torch.
+test-automodel: $(VENV)/automodel/ready ## the adapter to NeMo Automodel, with its own code, which it installs first
+	PYTHONPATH=$(VENV)/automodel $(PYTEST) tests/integrations/test_automodel.py
+
+$(VENV)/automodel/ready: $(VENV)/ready tests/integrations/automodel.txt
+	rm -rf $(VENV)/automodel
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/automodel -r tests/integrations/automodel.txt
 	touch $@
 
 lint: setup            ## style and types

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from startrail.launch.local import run_local
-from tests.helpers import ROOT
+from tests.helpers import ROOT, error_of
 from tests.integrations.tiny import InFloat64, differences, gradients, tokens
 
 DOCUMENTS = [[40], [31, 9], [40]]  # by row; some must be split over two ranks
@@ -72,6 +72,19 @@ def test_the_recipe_gives_the_loss_and_gradients_of_one_process(recipe, tmp_path
         return differences(ours, truth, 2e-6, single)
 
     assert run_local(on_rank, 4) == [[]] * 4
+
+
+def test_the_new_backend_waits_for_an_fsdp_of_plain_tensors(recipe, tmp_path):
+    """When this fails, torchtitan's default backend may run on this torch: write the recipe for it."""
+
+    def on_rank(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        config = small_config(recipe, tmp_path)
+        config.parallelism.spmd_backend, config.parallelism.tensor_parallel_degree = "spmd_types", 1
+        return error_of(lambda: on_cpu(recipe, config))
+
+    for text in run_local(on_rank, 2):
+        assert text.startswith("ValueError: When dp_mesh_dims is provided, all parameters must be DTensors"), text
 
 
 def small_config(recipe, folder):

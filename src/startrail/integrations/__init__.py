@@ -10,6 +10,8 @@ May import the public API and the packages below it. Start with ``transformers``
 - ``trainer``: ``StarTrailTrainer``, and ``StarTrailMixin`` for classes derived from ``Trainer``
 - ``trl``: ``StarTrailPolicyMixin`` for TRL's trainers that compare log-probabilities
 - ``routers``: the auxiliary loss of mixtures of experts, over all ranks
+- ``automodel``: NeMo Automodel's contract for splitting batches
+- ``pipeline``: the sequences of a pipeline's microbatches
 - ``survey``: ``startrail models``, which tries every family of the installed transformers
 - ``versions``: the tested versions of transformers, and where they differ
 - ``modules``: any module that calls ``F.scaled_dot_product_attention``; ``diffusers``: its transformers
