@@ -166,6 +166,15 @@ def _mask_maker(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def fused_kernel(seam: Callable[..., Any], x: Tensor) -> Callable[..., Any] | None:
+    """The kernel of fla or mamba-ssm that a seam calls for tensors such as x, or None: transformers has it in the
+    closure of its function."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    closure = inspect.getclosurevars(seam).nonlocals
+    return closure.get("implementation") if closure.get("is_new_implementation") else None
+
+
 def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     function = SEAMS[name].function
     parameters = inspect.signature(function).parameters
@@ -179,6 +188,8 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*arguments, **options)
         frame.called.add(name)
         given = {key: x for key, x in options.items() if takes_any or key in parameters}
+        if "fused" in parameters and not isinstance(frame.runs, EachToken):
+            given["fused"] = fused_kernel(original, arguments[0])
         for key in options.keys() - given.keys() - UNUSED_ARGUMENTS:
             x = options[key]
             if x is not None and x is not False:
