@@ -77,6 +77,33 @@ def test_in_float32_the_error_is_that_of_one_process():
     assert run_local(on_rank, 2) == [[]] * 2
 
 
+def test_in_half_precision_the_error_is_that_of_one_process():
+    """Autocast, and weights in bfloat16: all gradients together are at most 1.5 times as far off."""
+    names, batch = ("qwen3-next", "mamba2", "mamba", "recurrent-gemma"), BATCHES["uneven"]
+
+    def gradient(name, autocast, sp=None):
+        model = tiny(name, torch.float32 if autocast else torch.bfloat16)
+        model = model if sp is None else attach(model, sp)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**(batch if sp is None else shard_batch(sp, **batch)), use_cache=False).loss
+        loss.backward()
+        if sp is not None:
+            startrail.sum_gradients(model.parameters(), sp.group)
+        return torch.cat([x.double().flatten() for x in gradients(model).values()])
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2")
+        return {case: float((gradient(*case, sp) - exact[case[0]]).norm()) for case in alone}
+
+    exact = {
+        name: torch.cat([x.flatten() for x in one_process(name, batch, torch.float64)[1].values()]) for name in names
+    }
+    alone = {(name, autocast): gradient(name, autocast) for name in names for autocast in (True, False)}
+    for errors in run_local(on_rank, 2):
+        allowed = {case: 1.5 * float((alone[case] - exact[case[0]]).norm()) for case in alone}
+        assert {case: error for case, error in errors.items() if not error <= allowed[case]} == {}
+
+
 def test_recomputed_layers_send_nothing_and_keep_their_batch():
     """Two calls with other documents, then one backward pass. Tiled MLPs are the same as well."""
 

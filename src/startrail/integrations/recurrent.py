@@ -64,8 +64,9 @@ class EachToken:
 
     def scan(self, kernel: Callable[..., Any], *tensors: Tensor, **options: Any) -> Tensor:
         like = tensors[2] if tensors[0].dim() == 4 else tensors[0]
-        each = [x.flatten(2).mean(2) for x in tensors if x.shape[:2] == like.shape[:2]]
-        return like + torch.stack(each).sum(0).view(*like.shape[:2], *[1] * (like.dim() - 2))
+        each = [x.to(like.dtype).flatten(2).mean(2) for x in tensors if x.shape[:2] == like.shape[:2]]
+        per_token = torch.stack(each).sum(0)
+        return like + per_token.view(*like.shape[:2], *[1] * (like.dim() - 2))
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[str, ...]]]:
@@ -189,7 +190,7 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         frame.called.add(name)
         given = {key: x for key, x in options.items() if takes_any or key in parameters}
         if "fused" in parameters and not isinstance(frame.runs, EachToken):
-            given["fused"] = fused_kernel(original, arguments[0])
+            given["fused"] = fused_kernel(original, next(iter((*arguments, *options.values()))))
         for key in options.keys() - given.keys() - UNUSED_ARGUMENTS:
             x = options[key]
             if x is not None and x is not False:
