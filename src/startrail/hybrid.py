@@ -112,16 +112,12 @@ def scan(
     sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
     output_final_state: bool, options: Mapping[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """What `Sequence.scan` returns. Kernels choose the precision of their products, not autocast."""
-    devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
-    with torch.autocast(min(devices - {"meta"}, default="cpu"), enabled=False):
-        return _scan(sequence, kernel, tensors, initial_state, output_final_state, options)
-
-
-def _scan(
-    sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
-    output_final_state: bool, options: Mapping[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """What `Sequence.scan` returns. Kernels choose their own precision: states are sensitive to rounding, and autocast
+    would make the backward pass compute with another dtype than the forward pass."""
+    kind = next((x.device.type for x in tensors if isinstance(x, Tensor)), "meta")
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return scan(sequence, kernel, tensors, initial_state, output_final_state, options)
     name = getattr(kernel, "__name__", type(kernel).__name__)
     lengths = [count for _, count in held_runs(sequence)] or [0]
 

@@ -1,7 +1,11 @@
 """Models with recurrences and convolutions: loss and all gradients of one process, and what is never run wrongly."""
 
 import copy
+import inspect
+import sys
 from functools import partial
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import startrail
@@ -70,6 +75,33 @@ def test_in_float32_the_error_is_that_of_one_process():
         return wrong
 
     assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_in_half_precision_the_error_is_that_of_one_process():
+    """Autocast, and weights in bfloat16: all gradients together are at most 1.5 times as far off."""
+    names, batch = ("qwen3-next", "mamba2", "mamba", "recurrent-gemma"), BATCHES["uneven"]
+
+    def gradient(name, autocast, sp=None):
+        model = tiny(name, torch.float32 if autocast else torch.bfloat16)
+        model = model if sp is None else attach(model, sp)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**(batch if sp is None else shard_batch(sp, **batch)), use_cache=False).loss
+        loss.backward()
+        if sp is not None:
+            startrail.sum_gradients(model.parameters(), sp.group)
+        return torch.cat([x.double().flatten() for x in gradients(model).values()])
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2")
+        return {case: float((gradient(*case, sp) - exact[case[0]]).norm()) for case in alone}
+
+    exact = {
+        name: torch.cat([x.flatten() for x in one_process(name, batch, torch.float64)[1].values()]) for name in names
+    }
+    alone = {(name, autocast): gradient(name, autocast) for name in names for autocast in (True, False)}
+    for errors in run_local(on_rank, 2):
+        allowed = {case: 1.5 * float((alone[case] - exact[case[0]]).norm()) for case in alone}
+        assert {case: error for case, error in errors.items() if not error <= allowed[case]} == {}
 
 
 def test_recomputed_layers_send_nothing_and_keep_their_batch():
@@ -182,3 +214,58 @@ def test_seams_that_have_moved_are_noticed(monkeypatch):
     assert "model.layers.0.linear_attn: it does not call causal_conv1d_fn of its modeling file, or another" in text
     text = error_of(lambda: model.model.layers[0].linear_attn(torch.zeros(1, 4, 32)))
     assert "model.layers.0.linear_attn: called without a batch" in text
+
+
+def stand_in(seam, x, called):
+    """For a kernel of fla or mamba-ssm: transformers' own function, which takes one run at a time."""
+    own = inspect.unwrap(seam)
+
+    def kernel(q, k, v, *mamba2, cu_seqlens=None, initial_state=None, **options):
+        called.append(own.__name__)
+        if mamba2:
+            return own(q, k, v, *mamba2, **options)
+        found = []
+        for run, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+            tokens = {name: options[name][:, start:stop] for name in ("g", "beta")}
+            state = initial_state[run : run + 1]
+            found.append(own(*(x[:, start:stop] for x in (q, k, v)), initial_state=state, **{**options, **tokens}))
+        return tuple(torch.cat(each, 1 - place) for place, each in enumerate(zip(*found, strict=True)))
+
+    return kernel
+
+
+def test_kernels_of_other_libraries_get_the_right_arguments(monkeypatch):
+    names = {"qwen3-next": "torch_chunk_gated_delta_rule", "kimi-linear": "chunk_kimi_delta_attention"}
+    names |= {"mamba2": "mamba2_chunk_scan"}
+    truths = {name: one_process(name, BATCHES["packed"], torch.float64) for name in names}
+    called = []
+    monkeypatch.setattr(recurrent, "fused_kernel", partial(stand_in, called=called))
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for name, (loss, grads) in truths.items():
+            called.clear()
+            model = attach(tiny(name, torch.float64), sp)
+            with InFloat64():
+                lines = compare(*many_ranks(model, sp, BATCHES["packed"]), Truth(loss, grads, grads))
+            wrong += [f"{name}: {line}" for line in lines] + [name] * (set(called) != {names[name]})
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_kernels_of_other_libraries_are_found_where_transformers_has_them(monkeypatch):
+    """On CUDA only, and not for float64, which they do not support."""
+    package = ModuleType("fla")
+    package.chunk_gated_delta_rule = lambda q, k, v, g, beta, cu_seqlens=None: None
+    monkeypatch.setitem(sys.modules, "fla", package)
+    torch_only = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    seam = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(torch_only)
+    cuda, double, cpu = (
+        SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+        for is_cuda, dtype in ((True, torch.bfloat16), (True, torch.float64), (False, torch.bfloat16))
+    )
+    assert recurrent.fused_kernel(seam, cuda) is package.chunk_gated_delta_rule
+    assert recurrent.fused_kernel(seam, double) is recurrent.fused_kernel(seam, cpu) is None
+    assert recurrent.fused_kernel(modeling_qwen3_next.torch_chunk_gated_delta_rule, cuda) is None, "not installed"
+    assert recurrent.fused_kernel(torch_only, cuda) is None

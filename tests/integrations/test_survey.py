@@ -11,14 +11,14 @@ from tests.helpers import refusal
 
 
 def test_families_of_every_kind_run_or_give_a_reason(capsys, monkeypatch):
-    names = ["llama", "mistral", "gpt_oss", "llama4_text", "deepseek_v3", "gemma2", "mamba", "bloom", "xlstm"]
+    names = ["llama", "mistral", "gpt_oss", "llama4_text", "deepseek_v3", "gemma2", "mamba", "bloom", "xlstm", "lfm2"]
     assert main(["models", *names]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[2:]}
     assert " yes causal" in shown["llama"] and " yes causal window 4096" in shown["mistral"]
     assert "causal window 128" in shown["gpt_oss"] and "causal chunk 8192" in shown["llama4_text"]
     assert " yes causal" in shown["deepseek_v3"]
     assert " yes causal, causal window 4096, softcap 50.0 (on GPUs: flash-attn only)" in shown["gemma2"]
-    assert " yes convolution + Mamba-1" in shown["mamba"]
+    assert " yes convolution + Mamba-1" in shown["mamba"] and " yes causal, convolution" in shown["lfm2"]
     assert "a layer computes with its mask" in shown["bloom"]
     assert " no  " in shown["xlstm"]
     (family,) = families(["qwen3"])

@@ -64,8 +64,9 @@ class EachToken:
 
     def scan(self, kernel: Callable[..., Any], *tensors: Tensor, **options: Any) -> Tensor:
         like = tensors[2] if tensors[0].dim() == 4 else tensors[0]
-        each = [x.flatten(2).mean(2) for x in tensors if x.shape[:2] == like.shape[:2]]
-        return like + torch.stack(each).sum(0).view(*like.shape[:2], *[1] * (like.dim() - 2))
+        each = [x.to(like.dtype).flatten(2).mean(2) for x in tensors if x.shape[:2] == like.shape[:2]]
+        per_token = torch.stack(each).sum(0)
+        return like + per_token.view(*like.shape[:2], *[1] * (like.dim() - 2))
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[str, ...]]]:
@@ -166,6 +167,15 @@ def _mask_maker(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def fused_kernel(seam: Callable[..., Any], x: Tensor) -> Callable[..., Any] | None:
+    """The kernel of fla or mamba-ssm that a seam calls for tensors such as x, or None: transformers has it in the
+    closure of its function."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    closure = inspect.getclosurevars(seam).nonlocals
+    return closure.get("implementation") if closure.get("is_new_implementation") else None
+
+
 def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     function = SEAMS[name].function
     parameters = inspect.signature(function).parameters
@@ -179,6 +189,8 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*arguments, **options)
         frame.called.add(name)
         given = {key: x for key, x in options.items() if takes_any or key in parameters}
+        if "fused" in parameters and not isinstance(frame.runs, EachToken):
+            given["fused"] = fused_kernel(original, next(iter((*arguments, *options.values()))))
         for key in options.keys() - given.keys() - UNUSED_ARGUMENTS:
             x = options[key]
             if x is not None and x is not False:

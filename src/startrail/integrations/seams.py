@@ -1,7 +1,8 @@
 """Where layers of transformers mix tokens outside attention, and how startrail computes the same over all ranks.
 
-A function of `SEAMS` takes ``runs``, then what the function of transformers takes that it replaces. ``runs`` is the
-batch's sequence; or `Alone`, to compare the two on made-up numbers:
+A function of `SEAMS` takes ``runs``, then what the function of transformers takes that it replaces; ``fused`` is the
+kernel of fla or mamba-ssm that this one calls on CUDA. ``runs`` is the batch's sequence; or `Alone`, to compare the two
+on made-up numbers:
 
 >>> from transformers.models.lfm2 import modeling_lfm2
 >>> computes(modeling_lfm2, "causal_conv1d_fn")
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from startrail.kernels.convolution import causal_conv1d
 from startrail.kernels.elementwise import linear_recurrence, selective_scan
+from startrail.kernels.opaque import around_delta_rule, around_mamba2
 from startrail.kernels.recurrences import decayed_attention, gated_delta_rule, kimi_delta_rule
 
 BATCH, TOKENS, HEADS, DIM, WIDTH = 1, 5, 2, 4, 3  # of the made-up numbers
@@ -55,27 +57,39 @@ def _convolution(
 
 def _gated_delta_rule(
     runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-    use_qk_l2norm_in_kernel: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return runs.scan(gated_delta_rule, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel), None
+    return _delta_rule(runs, gated_delta_rule, fused, (query, key, value, g, beta), use_qk_l2norm_in_kernel), None
 
 
 def _kimi_delta_rule(
     runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-    use_qk_l2norm_in_kernel: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return runs.scan(kimi_delta_rule, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel), None
+    return _delta_rule(runs, kimi_delta_rule, fused, (query, key, value, g, beta), use_qk_l2norm_in_kernel), None
+
+
+def _delta_rule(
+    runs: Runs, ours: Callable[..., Any], fused: Callable[..., Any] | None, tensors: tuple[Tensor, ...], normalize: bool
+) -> Any:
+    if fused is None or not tensors[0].shape[1]:
+        return runs.scan(ours, *tensors, normalize=normalize)
+    return runs.scan(around_delta_rule, *tensors, normalize=normalize, function=fused)
 
 
 def _mamba2(
     runs: Runs, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 64,
     D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, INFINITE),
+    dt_limit: tuple[float, float] = (0.0, INFINITE), fused: Callable[..., Any] | None = None,
 ) -> Tensor:  # fmt: skip
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = _precise((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
     x = _precise(hidden_states)
-    out: Tensor = runs.scan(decayed_attention, C, B, x * dt.unsqueeze(-1), dt * A)
+    out: Tensor
+    if fused is None or not dt.shape[1]:
+        out = runs.scan(decayed_attention, C, B, x * dt.unsqueeze(-1), dt * A)
+    else:
+        out = runs.scan(around_mamba2, hidden_states, dt, A, B, C, function=fused, chunk_size=chunk_size)
     return out if D is None else out + D.unsqueeze(-1) * x
 
 

@@ -83,6 +83,7 @@ def families(names: Sequence[str] = (), progress: bool = False) -> list[ModelFam
 def table(tried: Sequence[ModelFamily]) -> str:
     runs = sum(family.problem is None for family in tried)
     head = f"transformers {transformers.__version__}: {runs} of {len(tried)} families of causal language models run"
+    head += ", with packed documents kept apart in every layer"
     return "\n".join([head, "", *map(str, tried)])
 
 

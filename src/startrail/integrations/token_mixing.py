@@ -1,7 +1,8 @@
-"""Checks whether a model mixes tokens outside attention. A recurrence, a convolution or a token shift would need its
-state passed from rank to rank; without that, its gradients would be wrong and nothing would raise.
+"""Checks whether a model mixes tokens outside attention and the seams of ``recurrent.py``. Another recurrence, a
+convolution or a token shift would need its state passed from rank to rank; without that, its gradients would be wrong
+and nothing would raise.
 
-The check knows no model by name. It runs the model twice with attention disabled. With weights, the second run changes
+The check knows no model by name. It runs the model twice with both disabled. With weights, the second run changes
 one token: no other token's output may change by more than rounding, and no gradient may flow to another token, which
 finds changes too small to see. Without weights (on the meta device), the second run has two more tokens: it must run
 the same operations, none of them a convolution over tokens. A loop over tokens would run more.
