@@ -67,9 +67,10 @@ lint: setup            ## style and types
 prove: setup           ## check every schedule of two levels and many of three up to 64 ranks (a quarter of an hour)
 	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k test_prove tests/schedule/test_proof.py
 
-fuzz: setup            ## 500 random plans x shapes x masks against float64, 1,000 of the token helpers (CASES=n SEED=n)
+fuzz: setup            ## 500 random plans x shapes x masks against float64, 1,000 of the token helpers, 500 of hybrid layers (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.fuzz_tokens --cases $(or $(CASES),1000) --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.fuzz_layers --cases $(or $(CASES),500) --seed $(or $(SEED),0)
 
 soak: setup            ## 20,000 calls of ever new kinds: memory, descriptors, threads and store keys stay flat
 	$(BIN)/python -m tests.soak

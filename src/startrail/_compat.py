@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,8 @@ __all__ = [
     "FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode", "tree_flatten", "tree_leaves",
     "tree_unflatten",
 ]  # fmt: skip
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # --- process groups
 
@@ -267,6 +270,12 @@ def load_dynamo() -> None:
     """Import torch.compile's front end before ranks are forked. The first custom op, optimizer or FSDP module needs it,
     and every rank would spend a second on it."""
     importlib.import_module("torch._dynamo")
+
+
+def not_compiled(function: Function) -> Function:
+    """A function that torch.compile calls as it is: ``torch.compiler.disable``, which imports dynamo on the first call
+    and not before."""
+    return cast(Function, _disable_dynamo(function))
 
 
 def mark_weakly_dynamic(x: Tensor, dim: int) -> Tensor:

@@ -9,6 +9,8 @@ is that of one process:
     out = sequence.scan(startrail.selective_scan, x, dt, a, b, c)                         # Mamba-1
     h = sequence.scan(startrail.linear_recurrence, a, b)                                  # RG-LRU
 
+torch.compile calls these as they are: their sizes differ from batch to batch, and it would compile each anew.
+
 With ``output_final_state=True`` the result is (out, state after each document), the same on every rank, and
 ``initial_state`` is the state before each document: both are (batch, documents, ...), such as (batch, documents, heads,
 key dim, value dim). Their gradients are this rank's share, as those of `Sequence.shard` and `Sequence.unshard`.
@@ -36,11 +38,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from startrail._compat import not_compiled
 from startrail.engine.arguments import is_int
 from startrail.engine.halo import prepared_halo
 from startrail.engine.scan import StateType, prepared_scan
 from startrail.geometry.layout import Runs, cut_at_documents
 from startrail.kernels.convolution import causal_conv1d
+from startrail.kernels.runs import name_of, recurrence_of
 
 if TYPE_CHECKING:
     from startrail.compile.scan import ScanPart
@@ -63,6 +67,7 @@ def on_all_ranks(sequence: Sequence, check: Callable[[], Checked]) -> Checked:
         sequence.sp._session.refuse(str(error), sequence._state.op_key)
 
 
+@not_compiled
 def halo(sequence: Sequence, x: Tensor, before: int, dim: int) -> Tensor:
     """The halo of each real run, as ``Sequence.halo`` returns it."""
     dim = on_all_ranks(sequence, lambda: _checked_dim(sequence, x, before, dim))
@@ -72,6 +77,7 @@ def halo(sequence: Sequence, x: Tensor, before: int, dim: int) -> Tensor:
     return found.movedim((0, 1), (dim, dim + 1))
 
 
+@not_compiled
 def conv1d(
     sequence: Sequence, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dim: int
 ) -> Tensor:
@@ -108,49 +114,61 @@ def conv1d(
     return out if dim in (2, -1) else out.mT
 
 
+@not_compiled
 def scan(
     sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
     output_final_state: bool, options: Mapping[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """What `Sequence.scan` returns. Kernels choose their own precision: states are sensitive to rounding, and autocast
-    would make the backward pass compute with another dtype than the forward pass."""
-    kind = next((x.device.type for x in tensors if isinstance(x, Tensor)), "meta")
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return scan(sequence, kernel, tensors, initial_state, output_final_state, options)
-    name = getattr(kernel, "__name__", type(kernel).__name__)
+    """What `Sequence.scan` returns. Kernels choose the precision of their products, not autocast."""
+    devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
+    with torch.autocast(min(devices - {"meta"}, default="cpu"), enabled=False):
+        return _scan(sequence, kernel, tensors, initial_state, output_final_state, options)
+
+
+def _scan(
+    sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
+    output_final_state: bool, options: Mapping[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    name = name_of(kernel)
     lengths = [count for _, count in held_runs(sequence)] or [0]
 
     def prepare() -> Recurrence:
         if not tensors or not all(isinstance(x, Tensor) for x in tensors):
             raise ValueError(f"{name} needs tensors, got {', '.join(type(x).__name__ for x in tensors) or 'none'}")
         _check_tokens(sequence, tensors[0], 1)
-        recurrence = kernel(*tensors, lengths=lengths, **options)
+        recurrence = recurrence_of(kernel, tensors, lengths, options)
         batch, _, *shape = recurrence.shape
-        if initial_state is not None and initial_state.shape != (batch, documents, *shape):
-            raise ValueError(
-                f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents, "
-                f"{(batch, documents, *shape)}"
-            )
+        expected = batch, documents, *shape
+        if initial_state is not None and (not isinstance(initial_state, Tensor) or initial_state.shape != expected):
+            given = f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents"
+            raise ValueError(f"{given}, {expected}")
         return recurrence
 
     documents = len(sequence.documents) - 1
+    flags = {"initial state": initial_state is not None, "final state": output_final_state}
+    stated = [f"{key}={_stated(value)}" for key, value in sorted(options.items())]
+    call = " ".join([name, *stated, *(key for key, value in flags.items() if value)])
     recurrence = on_all_ranks(sequence, prepare)
     batch, _, *shape = recurrence.shape
     state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.matrix)
-    part = prepared_scan(sequence.sp._session, sequence._state.batch, state, name).part
+    part = prepared_scan(sequence.sp._session, sequence._state.batch, state, call).part
     entering = None
     if initial_state is not None:
         first = torch.tensor(list(part.begins.items()), device=initial_state.device, dtype=torch.int64).view(-1, 2)
         zeros = initial_state.new_zeros(recurrence.shape, dtype=recurrence.dtype)
         entering = zeros.index_copy(1, first[:, 1], initial_state.to(recurrence.dtype)[:, first[:, 0]])
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
-    out, after = _carried(sequence, part, recurrence, tensors, entering, (name, gradients))
+    out, after = _carried(sequence, part, recurrence, tensors, entering, (call, gradients))
     if not output_final_state:
         return out
     last = torch.tensor(list(part.ends.items()), device=after.device, dtype=torch.int64).view(-1, 2)
     final = after.new_zeros(documents, *after.shape[1:]).index_copy(0, last[:, 0], after[last[:, 1]])
     return out, sequence._gather(final.unsqueeze(0), 0).sum(0).transpose(0, 1)
+
+
+def _stated(value: object) -> str:
+    """An option, for ranks to compare."""
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def _carried(

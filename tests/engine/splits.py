@@ -21,6 +21,7 @@ PLANS = {
     8: ["1x8", "u2/2x2", "1x2/1x4", "u4/1x2", "1x2/u2/2x1", "u2/1x2/u2"],
 }
 LAYOUTS = ("zones", "zigzag", "contiguous")
+PACKINGS = 5  # ways to cut a sequence into documents
 
 
 class SplitCase(NamedTuple):
@@ -50,7 +51,9 @@ class SplitCase(NamedTuple):
         return sp.sequence(self.length, self.documents, shares=self.shares)
 
 
-def random_split(chance: random.Random, world: int, longest: int = 90, plan: str | None = None) -> SplitCase:
+def random_split(
+    chance: random.Random, world: int, longest: int = 90, plan: str | None = None, packing: int | None = None
+) -> SplitCase:
     """One document, a giant one among others, many tiny ones, or some with edges where shards have theirs."""
     length = chance.choice([1, 2, 3, world, 2 * world + 1, *[chance.randint(1, longest)] * 4])
     cuts = {
@@ -59,7 +62,7 @@ def random_split(chance: random.Random, world: int, longest: int = 90, plan: str
         2: chance.choices(range(1, length + 1), k=length // 2),
         3: [length * chance.randrange(2 * world) // (2 * world) for _ in range(3)],
         4: chance.choices(range(1, length + 1), k=3),
-    }[chance.randrange(5)]
+    }[chance.randrange(PACKINGS) if packing is None else packing]
     documents = (0, *sorted({cut for cut in cuts if 0 < cut < length}), length)
     shares = tuple(chance.choice((1.0, 0.5, 0.13)) for _ in range(world)) if chance.random() < 0.25 else None
     return SplitCase(plan or chance.choice(PLANS[world]), world, chance.choice(LAYOUTS), length, documents, shares)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint
 
 import startrail
 from startrail.compile.call import compile_call
 from startrail.compile.proof import prove_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Scan, ScanPart
+from startrail.engine.scan import CarryKernel
+from startrail.kernels.elementwise import LinearRecurrence
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split
-from tests.helpers import worst
+from tests.helpers import FULL, error_of, worst
 
 PASSES = (SCAN_FORWARD, SCAN_BACKWARD)
 
@@ -256,3 +262,148 @@ def test_recurrences_are_those_of_one_process(world, backend, monkeypatch):
 
     for (case, kind), *of_ranks in zip(cases, *run_local(on_rank, world, deadline=240), strict=True):
         check((case, kind), of_ranks, 1e-11)
+
+
+# --- mistakes, compiled and repeated calls
+
+
+class Squared(LinearRecurrence):
+    """Forgets that states add up."""
+
+    def run(self, state=None):
+        return super().run(None if state is None else state**2)
+
+
+def squared(a, b, *, lengths):
+    return Squared(a, b, lengths)
+
+
+def without_state(q, *others, lengths):
+    return q
+
+
+def test_mistakes_raise_on_all_ranks_and_all_can_continue():
+    def on_rank(rank):
+        sequence = startrail.SequenceParallel("1x2", timeout=20).sequence(16, [0, 5, 16])
+        inputs, shape = delta_inputs(1, sequence.local)
+        q, k, v, g, beta = inputs
+
+        def scan(*tensors, kernel=startrail.gated_delta_rule, **options):
+            return lambda: sequence.scan(kernel, *tensors, **options)
+
+        calls = {
+            "without_state returned Tensor, without states: a kernel must return": scan(q, kernel=without_state),
+            "scaled_dot_product_attention rejects its arguments": scan(q, k, v, kernel=sdpa),
+            "gated_delta_rule rejects its arguments: gated_delta_rule() missing 1 required": scan(q, k, v, g),
+            "unexpected keyword argument 'colour'": scan(*inputs, colour=3),
+            "squared is not a linear recurrence: the state after a run": scan(v[..., 0].abs(), g, kernel=squared),
+            "rank 1: g is a decay's logarithm, at most 0, but has": scan(q, k, v, -g if rank else g, beta),
+            "rank 1: g has shape (1, 8, 3), expected (1, 8, 4)": scan(q, k, v, g[:, :, : 4 - rank], beta),
+            "q (2, 8, 2, 5), k (1, 8, 2, 5)": scan(q.expand(2, -1, -1, -1), k, v, g, beta),
+            "states of 120 numbers": scan(*(x.expand(1 + rank, *x.shape[1:]) for x in inputs)),
+            "ranks disagree about one attention call": scan(*(x.double() if rank else x for x in inputs)),
+            "gated_delta_rule normalize=True,": scan(*inputs, normalize=bool(rank)),
+            "gated_delta_rule final state,": scan(*inputs, output_final_state=bool(rank)),
+            "initial_state (1, 1, 4, 5, 3) must hold a state for each of 2 documents": scan(
+                *inputs, initial_state=torch.zeros(1, 1, *shape)
+            ),
+            "initial_state int must hold a state": scan(*inputs, initial_state=3),
+            "does not have the 8 tokens of this rank": scan(*(x[:, 1:] for x in inputs)),
+            "gated_delta_rule needs tensors, got none": scan(),
+            "only some need gradients": scan(q.clone().requires_grad_(bool(rank)), *inputs[1:]),
+        }
+        found = {}
+        for message, call in calls.items():
+            found[message] = error_of(call)
+            sequence.scan(startrail.gated_delta_rule, *inputs)
+        return found
+
+    for texts in run_local(on_rank, 2):
+        for message, text in texts.items():
+            assert text.startswith("ValueError: ") and message in text and "\n" not in text, (message, text)
+
+
+def test_checkpointing_and_compiling_repeat_nothing_and_change_nothing():
+    """Hops of both passes, and all gradients. With ``final``, states of all documents are gathered as well."""
+    kernel = startrail.gated_delta_rule
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", layout="contiguous")
+        torch.manual_seed(rank)
+        found = []
+        for documents in ([0, 16], [0, 8, 16], [0, 5, 16]):
+            sequence = sp.sequence(16, documents)
+            inputs, _ = delta_inputs(1, 8)
+            weight = torch.randn(4, 2, requires_grad=True)
+            local = [x.requires_grad_() for x in inputs]
+
+            def layer(q, k, v, g, beta, sequence=sequence, weight=weight):
+                g = -sequence.conv1d(g, weight, activation="silu", dim=1).abs()
+                return sequence.scan(kernel, q, k, v, g, beta, normalize=True).square()
+
+            kept = partial(checkpoint, layer, use_reentrant=False, context_fn=startrail.checkpoint_context)
+            results = []
+            compiled = [torch.compile(layer, backend="aot_eager")] if FULL or documents[1] == 5 else []
+            for run in (layer, kept, *compiled):
+                sp.reset_counters()
+                out = run(*local)
+                grads = torch.autograd.grad(out.sum(), [*local, weight])
+                hops = sum(level["hops"] for level in sp.traffic().values())
+                results.append((hops, [out.detach(), *grads]))
+            for hops, tensors in results[1:]:
+                found.append((hops == results[0][0], worst(tensors, [x.double() for x in results[0][1]])))
+        return found
+
+    for of_rank in run_local(on_rank, 2, deadline=240):
+        assert all(same and error < 1e-6 for same, error in of_rank), of_rank
+
+
+@pytest.mark.parametrize("place", ["before", "kernel", "carry", "backward"])
+def test_all_ranks_recover_from_an_error_in_the_middle_of_a_scan(place):
+    """Rank 1 fails while the others wait for its states: all raise, and the next steps are right on all."""
+    right = CarryKernel.block
+
+    def on_rank(rank):
+        sp, texts = startrail.SequenceParallel("1x3", timeout=3), []
+        torch.manual_seed(0)
+        inputs, _ = delta_inputs(1, 24)
+        whole = [x.double().requires_grad_() for x in inputs]
+        expected = startrail.gated_delta_rule(*whole, normalize=True).run()[0]
+        exact = torch.autograd.grad(expected.square().sum(), whole)
+        broken = False
+
+        def block(self, *arguments):
+            is_backward = not arguments[0].program.pass_.is_forward
+            if broken and (place == "carry" or (place == "backward" and is_backward)):
+                raise BrokenError("planted")
+            return right(self, *arguments)
+
+        CarryKernel.block = block
+        for step in range(5):
+            dist.barrier()
+            broken = rank == 1 and step == 1
+            try:
+                if broken and place == "before":
+                    raise BrokenError("planted")
+                sequence = sp.sequence(24)
+                local = [sequence.shard(x.detach(), 1).requires_grad_() for x in whole]
+                kernel = failing if broken and place == "kernel" else startrail.gated_delta_rule
+                out = sequence.scan(kernel, *local, normalize=True)
+                grads = torch.autograd.grad(out.square().sum(), local)
+                error = worst([out, *grads], [sequence.shard(x, 1) for x in (expected, *exact)])
+                texts.append("right" if error < 1e-10 else f"wrong {error}")
+            except (BrokenError, ValueError, startrail.PeerError) as error:
+                texts.append(type(error).__name__)
+        return texts
+
+    for rank, texts in enumerate(run_local(on_rank, 3, deadline=120)):
+        assert texts[0] == "right" and texts[2:] == ["right"] * 3, (rank, texts)
+        assert texts[1] in (["BrokenError"] if rank == 1 else ["PeerError", "ValueError", "right"]), (rank, texts)
+
+
+class BrokenError(Exception):
+    pass
+
+
+def failing(*tensors, **options):
+    raise BrokenError("planted")

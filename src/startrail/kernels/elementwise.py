@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from startrail.kernels.runs import Recurrence, check_states, chunks_of, lengths_of, slices
+from startrail.kernels.runs import Recurrence, check_decay, check_states, chunks_of, lengths_of, slices
 
 BLOCK = 256  # tokens of a selective scan whose states are in memory at a time; larger blocks are slower too
 BLOCK_CHUNK = 16  # tokens of a chunk in a block: as many steps within chunks as from chunk to chunk
@@ -47,6 +47,7 @@ def selective_scan(
         raise ValueError(f"{shapes}: x and dt must be (batch, tokens, channels), a (channels, states)")
     if b.shape != c.shape or b.shape != (*x.shape[:2], a.shape[1]):
         raise ValueError(f"{shapes}: b and c must be (batch, tokens, states)")
+    check_decay("a", a)
     return SelectiveScan(x, dt, a, b, c, lengths)
 
 

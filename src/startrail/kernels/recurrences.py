@@ -30,7 +30,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from startrail.kernels.runs import Recurrence, RunChunks, carry, chunks_of, lengths_of
+from startrail.kernels.runs import Recurrence, RunChunks, carry, check_decay, chunks_of, lengths_of
 
 NORM_EPS = 1e-6
 
@@ -139,6 +139,7 @@ def kimi_delta_rule(
     _check(q, k, v, beta=beta)
     if g.shape != (*v.shape[:3], k.shape[3]):
         raise ValueError(f"g has shape {tuple(g.shape)}, expected {(*v.shape[:3], k.shape[3])}, one per row of a state")
+    check_decay("g", g)
     return _delta_rule(q, k, v, g, beta, scale, normalize, lengths)
 
 
@@ -275,3 +276,5 @@ def _check(q: Tensor, k: Tensor, v: Tensor, **per_head: Tensor) -> None:
     for name, x in per_head.items():
         if x.shape != v.shape[:3]:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(v.shape[:3])}, one per value head")
+    if "g" in per_head:
+        check_decay("g", per_head["g"])

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -51,6 +52,74 @@ class Recurrence(ABC):
     @abstractmethod
     def outputs(self, state: Tensor) -> Tensor:
         """The outputs, given what ``transition`` and ``contribution`` have computed already."""
+
+
+_checked: set[object] = set()  # kernels whose recurrences have been found to be linear, by their code
+
+
+def recurrence_of(
+    kernel: Callable[..., Recurrence], tensors: Sequence[Tensor], lengths: Sequence[int], options: Mapping[str, Any]
+) -> Recurrence:
+    """What ``kernel`` makes of runs of these lengths. ``ValueError`` if it is no kernel or rejects its arguments, and,
+    when it is first used, if it does to a state something other than M S + B.
+
+    >>> recurrence_of(torch.cumsum, [torch.ones(1, 4, 2)], [3, 1], {})
+    Traceback (most recent call last):
+    ValueError: cumsum rejects its arguments: cumsum() missing 1 required positional arguments: "dim"
+    """
+    name = name_of(kernel)
+    try:
+        recurrence = kernel(*tensors, lengths=lengths, **options)
+    except (TypeError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{name} rejects its arguments: {str(error).strip().splitlines()[0]}") from error
+    if not isinstance(recurrence, Recurrence):
+        raise ValueError(
+            f"{name} returned {type(recurrence).__name__}, without states: a kernel must return a "
+            "startrail.kernels.runs.Recurrence, which takes and gives the state of each run"
+        )
+    function = _function_of(kernel)
+    code = getattr(function, "__code__", type(function))
+    is_known = code in _checked or getattr(function, "__module__", "").startswith("startrail.kernels.")
+    if not is_known and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            _check_linear(name, kernel(*tensors, lengths=lengths, **options), len(lengths))
+        _checked.add(code)
+    return recurrence
+
+
+def name_of(kernel: object) -> str:
+    function = _function_of(kernel)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _function_of(kernel: object) -> object:
+    return _function_of(kernel.func) if isinstance(kernel, partial) else kernel
+
+
+def _check_linear(name: str, recurrence: Recurrence, runs: int) -> None:
+    """Compare what two ways compute from a random state."""
+    if recurrence.shape[1:2] != (runs,):
+        raise ValueError(f"{name} gives states {recurrence.shape} for {runs} runs, expected (batch, runs, ...)")
+    moves, adds = recurrence.transition, recurrence.contribution
+    state = torch.randn(recurrence.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    state = state.to(adds.device, adds.dtype)
+    out, after = recurrence.run(state)
+    moved = moves @ state if recurrence.matrix else moves * state
+    for what, x, expected in (
+        ("state after a run is not M S + B with its transition M and contribution B", moved + adds, after),
+        ("outputs(state) are not those of run(state)", recurrence.outputs(state), out),
+    ):
+        difference = float((x - expected).abs().max()) if x.shape == expected.shape and x.numel() else 0.0
+        if x.shape != expected.shape or not difference <= 1e-3 * (1 + float(expected.abs().max()) if x.numel() else 1):
+            raise ValueError(f"{name} is not a linear recurrence: the {what} (off by {difference:.2g})")
+
+
+def check_decay(name: str, logarithm: Tensor) -> None:
+    """``ValueError`` if a decay's logarithm is positive. Only where reading numbers costs nothing."""
+    is_plain = type(logarithm) is Tensor and not torch.compiler.is_compiling()
+    if is_plain and logarithm.device.type == "cpu" and bool((logarithm > 0).any()):
+        largest = float(logarithm.max())
+        raise ValueError(f"{name} is a decay's logarithm, at most 0, but has {largest:.3g}: pass the log of a decay")
 
 
 def lengths_of(lengths: Sequence[int] | None, x: Tensor) -> list[int]:
