@@ -28,9 +28,10 @@ from startrail.engine.session import Session, Settings
 from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
+from startrail.planner.expanding import Expanding
 from startrail.planner.live.choose import choose
 from startrail.planner.live.placement import find_machine
-from startrail.planner.sparse.rule import rule_for
+from startrail.planner.sparse.rule import described_for, rule_for
 from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -64,7 +65,8 @@ class SequenceParallel:
     float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
     can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. For a narrow mask, fetching only
     the visible keys (`direct`) replaces the plan if it sends fewer bytes or, if a cluster is described, is faster in
-    simulation; ``sparse=False`` always uses the plan. Set ``windows`` if most layers have windows or chunks: tokens are
+    simulation; ``sparse=False`` always uses the plan. Likewise, ``latent_attention`` sends expanded keys where those
+    are faster on the described cluster. Set ``windows`` if most layers have windows or chunks: tokens are
     then laid out so that neighbours share a node. That makes such layers cheap, but cuts layers that see everything
     into more and smaller blocks.
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
@@ -108,6 +110,8 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = bool(sparse) and rule_for(described, self.world)
+        known = described_for(described, self.world)
+        self._expanding = None if known is None else Expanding(known)
         split = Split(self.plan, self.world, layout, rule)
         self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)
         if windows:
