@@ -108,18 +108,18 @@ class _Trials:
         plan = f"u{machine.nodes}/u{machine.ranks_per_node}"
         with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit") as cluster:
             length = self.works[0].length
-            seconds = max(cluster.call(partial(_time_compute, length)))
+            seconds = max(cluster.call(partial(time_compute, length, HEADS, HEAD_DIM)))
             dense = Workload(length, HEADS, HEADS, HEAD_DIM, causal=True)
             for pressure in self.pressures:
                 rate = rate_for(ring_bytes(machine, dense), seconds, pressure)
                 for work in self.works:
                     self._show(f"{machine}, {pressure:g}x: {work.name}")
-                    _set_links(cluster, machine, FAST_RATE)
+                    set_links(cluster, machine, FAST_RATE)
                     checked, limited = Event(), Event()
                     measure = partial(_measure, work, self.data[work], plan, self.repeats, checked, limited)
                     job = cluster.fork(measure, deadline=900)
                     checked.wait(300)  # results are checked on fast links
-                    _set_links(cluster, machine, rate)
+                    set_links(cluster, machine, rate)
                     limited.set()
                     rows = _rows(job.wait(), machine, pressure, work, rate, seconds * work.visible_share)
                     self.rows.append(rows)
@@ -143,29 +143,29 @@ class _Data:
     def of(cls, work: SparseWork) -> _Data:
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(1, HEADS, work.length, HEAD_DIM, generator=generator) for _ in range(4)]
-        answers = {w: _results(partial(visible_attention, work.ends, w), inputs) for w in work.kinds}
+        answers = {w: results_of(partial(visible_attention, work.ends, w), inputs) for w in work.kinds}
         return cls(inputs, answers)
 
 
-def _results(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
+def results_of(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
     *qkv, dout = inputs
     qkv = [x.detach().requires_grad_() for x in qkv]
     out = attend(*qkv)
     return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
 
-def _time_compute(length: int, rank: int) -> float:
+def time_compute(length: int, heads: int, head_dim: int, rank: int) -> float:
     """Seconds of this rank's share of a dense causal mask, without communication."""
     times = []
     for _ in range(WARM_UP):
         dist.barrier()
         start = time.perf_counter()
-        compute_dense(length, HEADS, HEAD_DIM)
+        compute_dense(length, heads, head_dim)
         times.append(time.perf_counter() - start)
     return min(times)
 
 
-def _set_links(cluster: Cluster, machine: Machine, rate: int) -> None:
+def set_links(cluster: Cluster, machine: Machine, rate: int) -> None:
     for node in range(machine.nodes):
         cluster.set_link(node, f"{rate}bit")
 
@@ -195,13 +195,13 @@ def _measure(
             found[name].note = contender.note
             for window, attend in layers.items():
                 expected = [contender.shard(x) for x in data.answers[window]]
-                for result, want in zip(_results(attend, inputs), expected, strict=True):
+                for result, want in zip(results_of(attend, inputs), expected, strict=True):
                     if not torch.allclose(result, want, rtol=1e-3, atol=3e-5):
                         found[name].problem = f"wrong by up to {(result - want).abs().max().item():.1e}"
             right[name] = layers, inputs
         except (ValueError, NotImplementedError, AssertionError, ImportError) as error:
             found[name].problem = str(error).splitlines()[0]
-        if not _agree_all_right(found[name].problem):
+        if not agree_all_right(found[name].problem):
             right.pop(name, None)
             found[name].problem = found[name].problem or "wrong on another rank"
     dist.barrier()
@@ -213,7 +213,7 @@ def _measure(
         stacks = {work.windows: 1} if name == SPARSE else {(window,): count for window, count in work.kinds.items()}
         for windows, times in stacks.items():
             attend = partial(stack, [layers[window] for window in windows])
-            timed.append((found[name], times, _Timer(attend, inputs, repeats)))
+            timed.append((found[name], times, Timer(attend, inputs, repeats)))
     for _ in range(repeats):  # in turns, so that a machine that becomes slower slows all of them
         for *_, timer in timed:
             timer.time()
@@ -224,7 +224,7 @@ def _measure(
 
 
 @dataclass
-class _Timer:
+class Timer:
     """Seconds of each repeat, and bytes that this rank's node sent in the last one."""
 
     attend: Attend
@@ -240,7 +240,7 @@ class _Timer:
         before = own_link_bytes()["sent"]
         dist.barrier()
         start = time.perf_counter()
-        _results(self.attend, self.inputs)
+        results_of(self.attend, self.inputs)
         self.seconds.append(time.perf_counter() - start)
         dist.barrier()
         self.sent = own_link_bytes()["sent"] - before
@@ -250,7 +250,7 @@ class _Timer:
             self.repeats = min(self.repeats, 1 + int(SECONDS / slowest.item()))
 
 
-def _agree_all_right(problem: str) -> bool:
+def agree_all_right(problem: str) -> bool:
     wrong = torch.tensor([bool(problem)], dtype=torch.int32)
     dist.all_reduce(wrong)
     return int(wrong) == 0
