@@ -40,8 +40,8 @@ SPARSE = (
 
 LATENTS = (
     "Times latent attention, forward and backward, with the shapes of DeepSeek-V2-Lite scaled down, by plans that send "
-    "latents and by plans that send expanded keys. --pressures sets the link rate: a ring of expanded keys communicates "
-    "this many times as long as it computes. The planner chooses among all of them. Writes latents.json."
+    "latents and by plans that send expanded keys. --pressures sets the link rate: a ring of expanded keys "
+    "communicates this many times as long as it computes. The planner chooses among all of them. Writes latents.json."
 )
 
 
