@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel
@@ -176,8 +177,12 @@ class _Data:
         shapes = [(call.batch, HEADS, tokens, KEY + ROPE), (call.batch, tokens, RANK), (call.batch, tokens, ROPE)]
         shapes += [(HEADS, KEY, RANK), (HEADS, VALUE, RANK), (call.batch, HEADS, tokens, VALUE)]
         inputs = [torch.randn(shape, generator=generator) * (0.2 if len(shape) == 3 else 1.0) for shape in shapes]
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-        return cls(inputs, results_of(lambda q, *rest: attend(q, *expand(*rest)), inputs))
+
+        def attend(q: Tensor, *rest: Tensor) -> Tensor:
+            k, v = expand(*rest)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return cls(inputs, results_of(attend, inputs))
 
 
 def _measure(
