@@ -183,6 +183,29 @@ def _hybrid_cell(found: Mapping[str, SparseRow], name: str) -> str:
     return f"{seconds:.2f} ({heads / seconds:.1f}), {found[name].node_bytes / 1e6:.2f}" if seconds and heads else ""
 
 
+def latents() -> str:
+    """Latents and expanded keys, one table per pressure: the planner's choice in bold."""
+    parts, rows = [], recorded("latents")["rows"]
+    for pressure in dict.fromkeys(row["pressure"] for row in rows):
+        of = sorted((row for row in rows if row["pressure"] == pressure), key=lambda row: row["seconds"])
+        best = min(row["seconds"] for row in of if row["sends"] != "latents")
+        body = [
+            [
+                f"**{row['plan']}**" if row["chosen"] else row["plan"],
+                row["sends"],
+                f"{row['seconds']:.2f}",
+                f"{best / row['seconds']:.2f}",
+                f"{row['node_bytes'] / 1e6:.2f}",
+                f"{row['closed_bytes'] / 1e6:.2f}",
+            ]
+            for row in of
+        ]
+        heads = ["plan", "sends", "s", "x best with expanded keys", "MB off a node", "closed form"]
+        title = f"{of[0]['machine']}, a ring of expanded keys at {pressure:g}x its compute:"
+        parts.append(f"{title}\n\n{table(heads, body)}")
+    return "\n\n".join([*parts, source("latents")])
+
+
 def engine() -> str:
     found = recorded("engine")
     rows = [
@@ -263,7 +286,8 @@ def _findings(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (headline, nodes, dense, training, sparse, hybrid, engine, memory, groups, lab, hardware)
+    f.__name__: f
+    for f in (headline, nodes, dense, training, sparse, hybrid, latents, engine, memory, groups, lab, hardware)
 }
 BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
 FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file

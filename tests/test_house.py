@@ -49,6 +49,7 @@ SAME_NAMES = {
     "batch": "what layers of a batch share, and a Hugging Face batch",
     "latents": "what a kind of call compiles to, what runs it, and how models of transformers use it",
     "predict": "dense calls, and sparse ones",
+    "recurrent": "layers of models, and what they cost",
     "reference": "a kernel, and a whole call",
     "scan": "the two halves of one kind of call",
     "tiles": "of a mask, and of an MLP",

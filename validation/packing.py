@@ -142,8 +142,8 @@ def efficiencies(lengths: Sequence[int], tokens: int) -> list[float]:
     packed = []
     for packing in (pack(lengths, PER_NODE, tokens, groups=NODES), pack(lengths, RANKS, tokens)):
         packed.append([[[lengths[number] for number in documents] for documents in step] for step in packing.steps])
-    times = time_of(rounds, "1x8", PER_NODE), megatron(lengths, RANKS, tokens)
-    times += time_of(packed[0], "1x8", PER_NODE), time_of(packed[1], "1x4/1x8", RANKS)
+    times = [time_of(rounds, "1x8", PER_NODE), megatron(lengths, RANKS, tokens)]
+    times += [time_of(packed[0], "1x8", PER_NODE), time_of(packed[1], "1x4/1x8", RANKS)]
     return [sum(map(work_of, lengths)) / RANKS / seconds for seconds in times]
 
 

@@ -44,6 +44,12 @@ HYBRID = (
     "claims. Writes hybrid.json and hybrid.txt."
 )
 
+LATENTS = (
+    "Times latent attention, forward and backward, with the shapes of DeepSeek-V2-Lite scaled down, by plans that send "
+    "latents and by plans that send expanded keys. --pressures sets the link rate: a ring of expanded keys "
+    "communicates this many times as long as it computes. The planner chooses among all of them. Writes latents.json."
+)
+
 
 def add_lab(commands: Commands, examples: Mapping[str, str], text: str) -> None:
     lab = add_command(commands, "lab", examples, help=text, description="An emulated multi-node cluster.")
@@ -109,6 +115,7 @@ def add_benchmarks(benchmarks: Commands, engine: Parser) -> None:
     _add_memory(benchmarks)
     _add_sparse(benchmarks)
     _add_hybrid(benchmarks)
+    _add_latents(benchmarks)
 
 
 def _add_memory(benchmarks: Commands) -> None:
@@ -163,6 +170,27 @@ def _add_hybrid(benchmarks: Commands) -> None:
     option("--head-dim", type=int, default=16, help="of 32 heads (default %(default)s)")
     option("--repeats", type=int, default=3, help="at most; slow contenders run fewer (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")
+
+
+def _add_latents(benchmarks: Commands) -> None:
+    text = "latents against expanded keys on an emulated cluster"
+    examples = {"startrail bench latents --pressures 24": ""}
+    command = add_command(benchmarks, "latents", examples, help=text, description=LATENTS)
+    command.set_defaults(run=_run_latents)
+    option = command.add_argument
+    option("--shape", default="4x8", metavar="NxR", help="nodes x ranks per node (default %(default)s)")
+    option("--pressures", nargs="+", type=float, default=[24.0, 8.0, 3.0, 1.0], metavar="X", help="(default 24 8 3 1)")
+    option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--batch", type=int, default=1, help="sequences (default %(default)s)")
+    option("--repeats", type=int, default=3, help="at most; slow contenders run fewer (default %(default)s)")
+    option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")
+
+
+def _run_latents(arguments: argparse.Namespace) -> int:
+    with needs_extra("lab"):
+        from workshop.trials import latents
+
+        return latents.run(arguments)
 
 
 def _run_memory(arguments: argparse.Namespace) -> int:

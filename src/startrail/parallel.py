@@ -28,10 +28,11 @@ from startrail.engine.session import Session, Settings
 from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
+from startrail.planner.expanding import Expanding
 from startrail.planner.live.choose import choose
 from startrail.planner.live.measure import measure_shares
 from startrail.planner.live.placement import find_machine
-from startrail.planner.sparse.rule import rule_for, scan_rule
+from startrail.planner.sparse.rule import described_for, rule_for, scan_rule
 from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -65,7 +66,8 @@ class SequenceParallel:
     float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
     can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. For a narrow mask, fetching only
     the visible keys (`direct`) replaces the plan if it sends fewer bytes or, if a cluster is described, is faster in
-    simulation; ``sparse=False`` always uses the plan. Set ``windows`` if most layers have windows or chunks: tokens are
+    simulation; ``sparse=False`` always uses the plan. Likewise, ``latent_attention`` sends expanded keys where those
+    are faster on the described cluster. Set ``windows`` if most layers have windows or chunks: tokens are
     then laid out so that neighbours share a node. That makes such layers cheap, but cuts layers that see everything
     into more and smaller blocks.
     ``shares`` says which part of every sequence's tokens and work each rank gets: one positive number per rank, or
@@ -113,6 +115,8 @@ class SequenceParallel:
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = rule_for(described, self.world)
         split = Split(self.plan, self.world, layout, bool(sparse) and rule, scan=scan_rule(rule))
+        known = described_for(described, self.world)
+        self._expanding = None if known is None else Expanding(known)
         self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)
         if windows:
             self.expect_windows()

@@ -18,9 +18,10 @@ from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
-from startrail.engine.arguments import AttentionCall, read_call, read_latent_call, read_mask, shapes_of
+from startrail.engine.arguments import AttentionCall, LatentShapes, read_call, read_latent_call, read_mask, shapes_of
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
+from startrail.engine.latents import expand
 from startrail.engine.op_key import SequenceState
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
@@ -266,8 +267,10 @@ class Sequence:
     ) -> CompiledCall:  # fmt: skip
         """What attention with such shards runs on this rank: for each zone of its tokens, the plan or ``direct``. The
         ``tensors`` are q, k, v, or those of ``latent_attention``. Without v, values have the head dim of keys."""
-        call = AttentionCall(read_mask(causal, window, chunk, mask))
-        return compiled(self.sp._session, self._state.batch, shapes_of(*tensors), call)
+        call, shapes = AttentionCall(read_mask(causal, window, chunk, mask)), shapes_of(*tensors)
+        if isinstance(shapes, LatentShapes) and self._expands_first(shapes, call.mask):
+            shapes = shapes.expanded
+        return compiled(self.sp._session, self._state.batch, shapes, call)
 
     def promised_traffic(
         self, *tensors: Tensor, causal: bool = False, window: int | None = None, chunk: int | None = None,
@@ -380,9 +383,21 @@ class Sequence:
         with self._reading(*tensors):
             call = read_latent_call(*tensors, max_logits=return_largest, **options)
         key, name = self._state.op_key, self.sp._name
-        results = torch.ops.startrail.latent_attention(*_autocast(*tensors), key, name, str(call))
+        q, latent, k_rope, w_k, w_v = _autocast(*tensors)
+        if self._expands_first(LatentShapes.of(q, latent, k_rope, w_k, w_v), call.mask):
+            results = torch.ops.startrail.attention(q, *expand(latent, k_rope, w_k, w_v), key, name, str(call))
+        else:
+            results = torch.ops.startrail.latent_attention(q, latent, k_rope, w_k, w_v, key, name, str(call))
         out, lse, _, _, largest = results
         return self._results(out, lse, options.get("sinks"), return_lse, largest if return_largest else None)
+
+    def _expands_first(self, shapes: LatentShapes, mask: Mask) -> bool:
+        """True if the described cluster sends expanded keys faster than latents. Not asked while torch.compile traces,
+        for which a rule would be one more constant of the batch."""
+        if self.sp._expanding is None or torch.compiler.is_compiling():
+            return False
+        problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
+        return self.sp._expanding.first(self.sp.plan, problem)
 
     @contextmanager
     def _reading(self, *tensors: Tensor) -> Iterator[None]:

@@ -16,6 +16,7 @@ from startrail.engine import latents
 from startrail.engine.arguments import read_latent_call
 from startrail.kernels import base
 from startrail.launch.local import run_local
+from startrail.planner.expanding import Expanding
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.transport import nccl
@@ -365,3 +366,27 @@ def test_values_are_padded_once_per_piece(monkeypatch):
         return found, len(padded)
 
     assert run_local(on_rank, 4) == [([], 2 + 4)] * 4, "values in both passes, and dout"
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_expanded_keys_travel_where_the_described_cluster_makes_them_faster(faster, monkeypatch):
+    """The same results and the bytes of expanded keys; without a description, latents."""
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+    monkeypatch.setattr(Expanding, "first", lambda self, plan, call: faster)
+    inputs, dout = make_inputs(64)[:5], make_inputs(64)[5]
+    truth = one_process(inputs, dout, visible(64, True))
+
+    def on_rank(rank):
+        sent = []
+        for cluster in ("lab@2x2", None):
+            sp = startrail.SequenceParallel("1x2/1x2", cluster=cluster)
+            sequence = sp.sequence(64)
+            found, own = mistakes(sequence, inputs, dout, truth, causal=True)
+            promised = sum(sum(levels.values()) for levels in sequence.promised_traffic(*own, causal=True).values())
+            assert promised == sum(lane["bytes"] for lane in sp.traffic().values())
+            assert found == []
+            sent.append(promised)
+        return sent[0] / sent[1]
+
+    ratio = 8 * (KEY + ROPE + VALUE) / (RANK + ROPE) if faster else 1.0
+    assert run_local(on_rank, 4) == [pytest.approx(ratio)] * 4

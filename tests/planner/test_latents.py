@@ -12,6 +12,7 @@ from startrail.planner.answer import plan as ask
 from startrail.planner.bounds import Bounds
 from startrail.planner.candidates import options_of, plans_on
 from startrail.planner.cluster import find_cluster
+from startrail.planner.expanding import Expanding
 from startrail.planner.predict import predict
 from startrail.planner.pricing import ComputeTask, call_tasks, plan_prices
 from startrail.planner.sparse.predict import predict_sparse
@@ -126,3 +127,17 @@ def test_models_with_latents():
     assert from_hugging_face(config, lite.name, "config.json") == lite
     with pytest.raises(ValueError, match="rope_dim = 192 must be less than the width of keys, 192"):
         read_model({**MODEL, "kv_rank": 512, "rope_dim": 192}, "m", "m.toml")
+
+
+def test_running_jobs_expand_first_where_links_are_fast_and_heads_few():
+    """By the described cluster, the same for lengths up to the next power of two; never where little is sent."""
+    plan, expanding = Plan.parse("1x2/1x4"), Expanding(find_cluster("h100-8x8@2x4"))
+    assert expanding.first(plan, CALL)
+    longer = replace(CALL, boundaries=replace(CALL.boundaries, documents=(0, 16000)))
+    assert expanding.first(plan, longer) and len(expanding._known) == 1
+    many = LatentAttention.from_expanded(replace(EXPANDED, heads=128, kv_heads=128), 512, 64)
+    assert not expanding.first(plan, many)
+    assert not Expanding(find_cluster("boxes-10gbe@2x4")).first(plan, CALL)
+    for mask in (replace(CALL.mask, window=512), replace(CALL.mask, chunk=512)):
+        assert not expanding.first(plan, replace(CALL, mask=mask))
+    assert not expanding.first(plan, replace(CALL, dtype="float64"))

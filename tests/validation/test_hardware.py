@@ -14,6 +14,7 @@ from startrail.schedule.plan import Plan
 from tests.helpers import ROOT
 from validation.hardware import __main__ as hardware
 from validation.hardware import fit
+from validation.hardware.latents import read_latents
 
 FOLDER = ROOT / "validation" / "hardware"
 
@@ -26,6 +27,15 @@ def test_predictions_meet_every_target():
     verdict += hardware.judge_rest(cases, steps)
     assert [line for line, met in verdict if not met] == []
     assert len(verdict) == 9
+
+
+def test_both_ratios_between_latents_and_expanded_keys_are_predicted():
+    """What is inferred follows from the rows with expanded keys alone."""
+    found = read_latents(fit.FITTING / "latents.toml")
+    assert [met for _, met in hardware.judge_latents(found)] == [True]
+    others = replace(found, **{name: replace(getattr(found, name), latents=1.0) for name in ("across", "inside")})
+    assert (others.rest, others.bandwidth) == (found.rest, found.bandwidth)
+    assert found.predicted(found.across) > 4.5 and 0.9 < found.predicted(found.inside) < 1.2
 
 
 def test_packed_documents_are_predicted_for_those_who_cut_each_over_all_ranks():

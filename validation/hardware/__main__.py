@@ -14,13 +14,14 @@ from pathlib import Path
 from validation.errors import record
 from validation.hardware.attention import AttentionCase, Ratio, ratios, read_cases
 from validation.hardware.fit import FITTING, fitting_cases
+from validation.hardware.latents import LatentRatios, read_latents
 from validation.hardware.training import TrainingCase, read_training
 
 HERE = Path(__file__).parent
 JUDGING = HERE / "judging"
 SIDES, RATIO, RING = 0.90, 0.10, 0.12  # targets: share on the right side, median error of ratios, ring on H100
 RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst error of attention rates
-STEPS, MEMORY = 0.10, 0.15
+STEPS, MEMORY, LATENTS = 0.10, 0.15, 0.15
 NOT_PREDICTED = """
 Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not among our plans
 and place documents by rules that the source does not state. Also not predicted: diffusers' inference steps, in which
@@ -129,6 +130,11 @@ def judge_rest(cases: list[AttentionCase], steps: list[TrainingCase]) -> list[tu
     ]
 
 
+def judge_latents(found: LatentRatios) -> list[tuple[str, bool]]:
+    text = f"worst error of two ratios between latents and expanded keys (pith-train) {found.worst:.1%}"
+    return [(f"{text} (at most {LATENTS:.0%})", found.worst <= LATENTS)]
+
+
 def other_medians(
     packed: list[AttentionCase], judged_packed: list[AttentionCase], steps: list[TrainingCase]
 ) -> Iterator[str]:
@@ -173,7 +179,8 @@ def main() -> int:
     between = ratios([*cases, *packed])
     judged_between = ratios([*cases, *packed, *judged, *judged_packed], of=[*judged, *judged_packed])
     verdict = judge_attention("fitting", cases, between) + judge_attention("judging", judged, judged_between)
-    verdict += judge_rest(cases, steps)
+    latents = read_latents(FITTING / "latents.toml")
+    verdict += judge_rest(cases, steps) + judge_latents(latents)
     met = all(fine for _, fine in verdict)
     record("attention", [case.predicted() / case.published - 1 for case in cases])
     record("step", [case.off for case in steps if not (case.inferred or case.not_counted)])
@@ -195,7 +202,10 @@ def main() -> int:
     text += ["", "For judging only:", "", *ratio_lines(judged_between), "", "## Attention", "", *attention_lines(cases)]
     text += ["", "For judging only:", "", *attention_lines(judged), "", "## Packed documents", ""]
     text += [*attention_lines(packed), "", "For judging only:", "", *attention_lines(judged_packed), ""]
-    text += ["## Training steps", "", *training_lines(steps)]
+    text += ["## Training steps", "", *training_lines(steps), "", "## Latents against expanded keys", ""]
+    inferred = f"{latents.bandwidth * 8 / 1e9:.0f} Gbit/s per GPU between nodes, {latents.rest * 1e3:.0f} ms"
+    text += [f"{latents.source}: whole training steps. Inferred from its rows with expanded keys, because it states"]
+    text += [f"neither: {inferred} per layer besides attention.", "", *latents.lines()]
     (HERE / "results.md").write_text("\n".join(text) + "\n")
     attention = {"attention, fitting": cases, "attention, judging": judged}
     attention |= {"packed documents, fitting": packed, "packed documents, judging": judged_packed}

@@ -201,7 +201,7 @@ def _measure(
             right[name] = layers, inputs
         except (ValueError, NotImplementedError, AssertionError, ImportError) as error:
             found[name].problem = str(error).splitlines()[0]
-        if not _agree_all_right(found[name].problem):
+        if not agree_all_right(found[name].problem):
             right.pop(name, None)
             found[name].problem = found[name].problem or "wrong on another rank"
     dist.barrier()
@@ -250,7 +250,7 @@ class Timer:
             self.repeats = min(self.repeats, 1 + int(SECONDS / slowest.item()))
 
 
-def _agree_all_right(problem: str) -> bool:
+def agree_all_right(problem: str) -> bool:
     wrong = torch.tensor([bool(problem)], dtype=torch.int32)
     dist.all_reduce(wrong)
     return int(wrong) == 0

@@ -70,7 +70,7 @@ def add(commands: Commands) -> None:
     if clone := workshop("commands"):
         clone.add_benchmarks(benchmarks, engine)
     else:
-        for name in ("memory", "sparse"):
+        for name in ("memory", "sparse", "latents"):
             benchmarks.add_parser(name, help="from a clone", refusal=f"{HOW}startrail bench {name}")
 
 

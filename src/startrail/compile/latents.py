@@ -5,9 +5,8 @@ piece is (latent ; k_rope), of a single head, and "dkv" is its gradient. Everyth
 plans, the masks, the choice of keys on demand, the proof. A rank expands the pieces that it computes with, for its
 heads.
 
->>> from startrail.compile.problem import Boundaries
->>> from startrail.geometry.mask import Mask
->>> problem = LatentAttention(Boundaries((0, 4096)), 1, "bfloat16", "", Mask(causal=True), 16, 1, 192, 128, 512, 64)
+>>> call = replace(Attention.of(4096, 1, 16, 16, 192, causal=True), value_dim=128)
+>>> problem = LatentAttention.from_expanded(call, rank=512, rope_dim=64)
 >>> problem.sizes(Plan.parse("1x8"), local=512).by_kind["kv"]       # 512 tokens x 576 x 2 bytes
 589824
 >>> problem.expanded.sizes(Plan.parse("1x8"), local=512).by_kind["kv"]   # 16 heads x (192 + 128)
@@ -88,8 +87,8 @@ class LatentSizes(Sizes):
     def heads_of(self, head: int, group: int) -> slice:
         """The heads that head rank ``head`` computes for a piece of a group.
 
-        >>> from startrail.compile.problem import Boundaries
-        >>> problem = LatentAttention(Boundaries((0, 64)), 1, heads=8, head_dim=192, value_dim=128)
+        >>> call = replace(Attention.of(64, 1, 8, 8, 192, causal=True), value_dim=128)
+        >>> problem = LatentAttention.from_expanded(call, rank=512, rope_dim=64)
         >>> problem.sizes(Plan.parse("u2/1x2,groups=2"), local=16).heads_of(head=1, group=1)
         slice(6, 8, None)
         """

@@ -371,6 +371,12 @@ class LatentShapes(NamedTuple):
         """The tensors by the kind of their pieces; weights stay where they are."""
         return {"q": (q,), "kv": (torch.cat((latent, k_rope), 2).unsqueeze(1),)}
 
+    @property
+    def expanded(self) -> Shapes:
+        """Those of q and of the expanded keys and values."""
+        keys, values = ((*self.q[:3], width) for width in (self.head_dim, self.value_dim))
+        return Shapes(self.q, keys, values, self.dtypes[:3], self.device)
+
     def whole(self, wire: torch.dtype) -> LatentAttention:
         """A call in which all ranks share all tokens."""
         return self.problem(Boundaries((0, self.tokens)), Mask(), wire)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.compile.attention import AttentionPart
@@ -116,6 +117,12 @@ class LatentKernel(AttentionKernel):
             total[:, 0, :, :rank] += by_token @ weight.flatten(0, 1)
             sums[heads] += (by_token.flatten(0, 1).T @ compressed).unflatten(0, weight.shape[:2])
         return total
+
+
+def expand(latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor) -> Tensors:
+    """The keys and values of all heads, by autograd's own products."""
+    k, v = (F.linear(latent, w.flatten(0, 1)).unflatten(2, w.shape[:2]).transpose(1, 2) for w in (w_k, w_v))
+    return torch.cat((k, k_rope.unsqueeze(1).expand(*k.shape[:3], -1)), 3), v
 
 
 def _sizes(part: PreparedPart) -> LatentSizes:

@@ -94,19 +94,22 @@ class SimulatedRule:
 
 
 def rule_for(cluster: str, world: int) -> bool | Rule:
-    """The rule for ranks of a described cluster (a name or a file), or True, with which bytes decide: no cluster is
-    described, or the ranks do not fill its nodes. All ranks must decide the same, so the number of ranks per node comes
-    from the description only."""
+    """The rule for ranks of a described cluster (a name or a file), or True, with which bytes decide."""
+    described = described_for(cluster, world)
+    return True if described is None else SimulatedRule(described)
+
+
+def described_for(cluster: str, world: int) -> ClusterSpec | None:
+    """The part of a described cluster that ``world`` ranks fill; None if no cluster is described, or if they do not
+    fill its nodes. All ranks must decide the same, so the number of ranks per node comes from the description only."""
     if not cluster or world == 1:
-        return True
+        return None
     described = find_cluster(cluster)
     nodes = max(world // described.levels[-1].size, 1)
-    if world % nodes:
-        return True
     try:
-        return SimulatedRule(fit_cluster(described, Machine(nodes, world // nodes)))
+        return None if world % nodes else fit_cluster(described, Machine(nodes, world // nodes))
     except ValueError:
-        return True
+        return None
 
 
 def scan_rule(rule: bool | Rule) -> ScanRule | None:
