@@ -17,20 +17,20 @@ from torch.autograd import forward_ad
 from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
-from startrail.compile.call import CompiledCall
 from startrail.engine.arguments import AttentionCall, LatentShapes, read_call, read_latent_call, read_mask, shapes_of
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
 from startrail.engine.latents import expand
-from startrail.engine.op_key import SequenceState
-from startrail.geometry.layout import Layout, Runs
-from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names
 from startrail.step_checks import check_shifted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from startrail.compile.call import CompiledCall
+    from startrail.engine.op_key import SequenceState
+    from startrail.geometry.layout import Layout, Runs
+    from startrail.geometry.mask import Mask
     from startrail.kernels.runs import Recurrence
     from startrail.parallel import SequenceParallel
 

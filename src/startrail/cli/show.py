@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
 from startrail.compile.problem import Boundaries, Split
@@ -13,14 +14,15 @@ from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.sparse.rule import rule_for
-from startrail.planner.topology import Machine
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.view import fitting, show, show_batch
-from startrail.view.chain import chain_svg, chain_text
+from startrail.view import chain_svg, chain_text, fitting, show, show_batch
 from startrail.view.page import html_page, scene
 from startrail.view.svg import svg
+
+if TYPE_CHECKING:
+    from startrail.planner.topology import Machine
 
 EXAMPLES = {
     "startrail show 2x2": "the schedule of 4 ranks, step by step",
