@@ -1,6 +1,7 @@
 """Models with recurrences and convolutions: loss and all gradients of one process, and what is never run wrongly."""
 
 import copy
+import gc
 import inspect
 import sys
 from functools import partial
@@ -17,7 +18,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import startrail
-from startrail.integrations import recurrent
+from startrail.integrations import recurrent, seams
 from startrail.integrations.seams import SEAMS
 from startrail.integrations.transformers import attach, detach, detached, shard_batch
 from startrail.launch.local import run_local
@@ -187,6 +188,23 @@ def test_other_models_of_the_file_run_as_before():
     assert modeling.causal_conv1d_fn is not original, "the copy needs it"
     detach(copied)
     assert modeling.causal_conv1d_fn is original
+    dropped = attach(tiny("qwen3-next"), sp)
+    assert modeling.causal_conv1d_fn is not original
+    del dropped
+    gc.collect()
+    assert modeling.causal_conv1d_fn is original
+
+
+def test_seams_are_tried_wherever_attach_is_called():
+    """Their results are remembered, and must not depend on what is around."""
+    for name in ("qwen3-next", "minimax", "recurrent-gemma"):
+        seams._computes.cache_clear()
+        model = tiny(name)
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            found = [
+                seams.computes(sys.modules[file], each) for _, file, names in recurrent.layers(model) for each in names
+            ]
+        assert found and all(found)
 
 
 def test_seams_that_have_moved_are_noticed(monkeypatch):
@@ -212,6 +230,8 @@ def test_seams_that_have_moved_are_noticed(monkeypatch):
         patch.setattr(modeling, "causal_conv1d_fn", conv)
         text = error_of(lambda: model(**shard_batch(sp, **packed(9, 11))))
     assert "model.layers.0.linear_attn: it does not call causal_conv1d_fn of its modeling file, or another" in text
+    text = error_of(lambda: model(**shard_batch(sp, **packed(9, 11)), seq_idx=torch.zeros(1, 20)))
+    assert "model.layers.0.linear_attn: unsupported argument to causal_conv1d_fn: seq_idx=(1, 20)" in text
     text = error_of(lambda: model.model.layers[0].linear_attn(torch.zeros(1, 4, 32)))
     assert "model.layers.0.linear_attn: called without a batch" in text
 

@@ -153,7 +153,7 @@ class Seam(NamedTuple):
 
 def _numbers(*shape: int) -> Tensor:
     count = torch.Size(shape).numel()
-    return torch.arange(1, count + 1, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
+    return torch.arange(1, count + 1, dtype=torch.float32).mul(0.7).sin().view(shape)
 
 
 def _of_convolution(_: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -184,7 +184,7 @@ def _of_mamba1(_: Any) -> tuple[list[Any], dict[str, Any]]:
 
 def _layer(modeling: Any, layer: str, config: str, **sizes: int) -> nn.Module:
     """A layer of these sizes with made-up weights."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]):
         made = getattr(modeling, layer)(getattr(modeling, config)(**sizes), 0).float()
     for x in made.parameters():
         x.data = _numbers(*x.shape)
@@ -242,8 +242,9 @@ def _computes(modeling: ModuleType, name: str, theirs: Callable[..., Any]) -> bo
     if made_up is None:
         return True
     try:
-        arguments, options = made_up(modeling)
-        with torch.no_grad():
+        with torch.device("cpu"):
+            arguments, options = made_up(modeling)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             pair = theirs(*arguments, **options), ours(Alone(), *arguments, **options)
         x, y = (found[0] if isinstance(found, tuple) else found for found in pair)
         return torch.allclose(x, y, rtol=1e-3, atol=1e-4)
