@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -273,6 +273,7 @@ def _attach(
     sends_latents: bool,
 ) -> None:  # fmt: skip
     warn_if_untested()
+    _refuse_parts_elsewhere()
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
     probe.check_config(model)
@@ -447,6 +448,28 @@ def _weak_method(attached: Attached, name: str) -> Callable[..., Any]:
         return getattr(attached, name)(*arguments, **options)
 
     return call
+
+
+def _refuse_parts_elsewhere() -> None:
+    """Make the attention functions of transformers raise if they get this rank's part of a batch: a model that is not
+    attached, such as a reference, would attend to these tokens only, without an error."""
+    functions = AttentionInterface._global_mapping
+    for name, function in functions.items():
+        if getattr(function, "__module__", "").startswith("transformers.") and not hasattr(function, "__wrapped__"):
+            functions[name] = _refusing_parts(function)
+
+
+def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def attend(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if options.get("startrail") is not None:
+            raise ValueError(
+                f"{type(module).__name__}: the batch is this rank's part of a sequence, but the model is not attached: "
+                "attach(model, sp) every model that gets it, also a reference model"
+            )
+        return function(module, *arguments, **options)
+
+    return attend
 
 
 def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
