@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from startrail.compile.attention import Attention
 from startrail.compile.problem import Boundaries, Split
 from startrail.compile.proof import prove_call
+from startrail.geometry.distributions import document_lengths
 from startrail.geometry.mask import Mask
 from startrail.geometry.needs import needed_keys
 from startrail.schedule.demand import Demand
@@ -76,6 +77,17 @@ def test_large_worlds_are_proven(text):
     prove(plan, Mask(causal=True, window=20), 1024)
     documents = tuple(sorted({0, 1024, *random.Random(text).choices(range(1, 700), k=60)}))
     prove(plan, Mask(causal=True, documents=documents), 1024)
+
+
+@pytest.mark.parametrize("text", ["u4/1x8", "1x4/1x8", "1x32", "u4/u8"])
+def test_placed_batches_are_proven(text):
+    for kind in ("agents", "books"):
+        ends = (0, *accumulate(document_lengths(kind, 2048, seed=1, scale=1 / 128)))
+        problem = Attention.of(2048, 1, 32, 32, 3, causal=True, documents=ends)
+        split = Split(Plan.parse(text), 32)
+        prove_call(problem, split)
+        zones = split.layout_of(problem.boundaries).zones
+        assert any(problem.part(split, split.layout_of(problem.boundaries), zone).demand for zone in zones)
 
 
 def test_tokens_cross_a_link_once():

@@ -44,7 +44,11 @@ def test_a_bad_file_is_one_line(tmp_path, capsys, text, problem):
 
 
 def test_a_run_refuses_bad_documents():
-    for documents, problem in (("books", "is not one of pretraining, agents"), ((3, 0), "0 is not a length"), (3, "3")):
+    for documents, problem in (
+        ("tales", "is not one of pretraining, agents"),
+        ((3, 0), "0 is not a length"),
+        (3, "3"),
+    ):
         with pytest.raises(ValueError, match=problem):
             Run(1024, documents=documents)
     with pytest.raises(ValueError, match="documents = 3 is not a distribution, a file or a list of lengths"):

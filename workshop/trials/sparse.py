@@ -61,6 +61,7 @@ def sparse_works(length: int) -> list[SparseWork]:
         SparseWork(f"window {window}", length, (window,)),
         SparseWork("pretraining documents", length, (None,), packed("pretraining")),
         SparseWork("agents' documents", length, (None,), packed("agents")),
+        SparseWork("books", length, (None,), packed("books")),
         SparseWork(f"5 layers with window {window}, 1 full", length, (window,) * 5 + (None,)),
     ]
 

@@ -340,7 +340,9 @@ def divide(items: Sequence[Item], rooms: Sequence[int], weights: Sequence[float]
     best, worse, attempts = None, 0, []
     times: dict[int, float] = {}
     work, able = sum(item.work for item in items), 0
-    while able < len(items) and _can_spread(items[able], work, rules, len(weights)):
+    left = 1.02 * work  # of what is not spread, and some more
+    while able < len(items) and _can_spread(items[able], left, rules, len(weights)):
+        left -= items[able].work
         able += 1
     few, number = len(items) <= FEW * len(weights), 0
     while not few and number < able and items[number].work * len(weights) > work:  # too much for a part
@@ -422,7 +424,7 @@ class Attempt:
 
 
 def _can_spread(item: Item, work: int, rules: Rules, parts: int) -> bool:
-    """No piece would be too short, unless the item has more work than a part should have."""
+    """No piece would be too short, unless the item has more than a part's share of ``work``."""
     if not item.is_one:
         return False
     return (rules.ranks > 1 and item.work * parts > work) or item.tokens >= 2 * rules.floor * rules.ranks * parts
