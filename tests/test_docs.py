@@ -6,12 +6,15 @@ import shlex
 import textwrap
 
 import pytest
+import torch
 
+import startrail
 from results import figures
 from startrail import __version__
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
 from startrail.compile.attention import Attention
+from startrail.launch.local import run_local
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
 from startrail.schedule.plan import Plan
@@ -54,6 +57,20 @@ def test_the_readme_and_the_first_example_run_as_they_stand(tmp_path):
     assert log.read_text().count("(1, 8, 1000, 64)") == 4
     error = float(re.search(r"largest difference from one process: (\S+)", log.read_text())[1])
     assert 0 < error < 3e-6
+
+
+def test_the_layer_of_the_hybrid_guide_gives_the_results_of_one_process():
+    (block,), names = blocks(ROOT / "docs/guides/hybrid.md", "python"), {}
+    exec(block, names)
+
+    def outputs(plan):
+        torch.manual_seed(0)
+        layer, x = names["DeltaLayer"](8, 2), torch.randn(1, 50, 8)
+        seq = startrail.SequenceParallel(plan).sequence(50, documents=[0, 13, 50])
+        return seq.unshard(layer(seq.shard(x, dim=1), seq), dim=1).detach()
+
+    found = run_local(lambda rank: outputs("1x3"), 3)[0]
+    torch.testing.assert_close(found, outputs("1x1"), rtol=1e-5, atol=1e-5)
 
 
 def test_commands_of_the_readme_run(tmp_path, capsys, monkeypatch):
