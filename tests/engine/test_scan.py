@@ -58,6 +58,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_described_cluster(monkeypatch):
+    """Otherwise its prices decide how states travel."""
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+
+
 def calls_of(case, **states):
     problem = Scan(case.boundaries, 1, "float64", itemsize=8, **states)
     return [compile_call(problem, case.split, rank) for rank in range(case.world)]
