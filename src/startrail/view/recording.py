@@ -326,13 +326,11 @@ class _Rank:
 
     def sent(self) -> Iterator[tuple[Any, ...]]:
         """Rows of what this rank sends over each level: by closed form, and counted in its program."""
-        for part, (route, program) in enumerate(zip(self.routes, self.programs, strict=True)):
-            counted = [0.0] * self.recording.levels
-            for post, nbytes in program.sends(route.sizes.by_kind, route.sizes.tokens):
-                counted[post.lane % self.recording.levels] += nbytes
+        for part, route in enumerate(self.routes):
+            counted = super(AttentionPart, route).traffic(self.pass_)
             for level, (closed, terms) in enumerate(zip(route.traffic(self.pass_), self.terms(route), strict=True)):
                 if terms or closed or counted[level] or not level:
-                    yield part, level, terms, closed, round(counted[level])
+                    yield part, level, terms, closed, counted[level]
 
     def terms(self, route: AttentionPart) -> list[tuple[Any, ...]]:
         """For each level, what the closed form adds up."""
@@ -348,6 +346,9 @@ class _Rank:
                 )
                 for level in range(self.recording.levels)
             ]
+        if route.sizes.of_shard:
+            of_levels = route.traffic(self.pass_)
+            return [(("1", 1.0, "pieces of several sizes", sent),) if sent else () for sent in of_levels]
         place = route.chosen, route.zone.size, route.member, self.pass_
         units = [closed_form(*place, {kind: float(kind == unit) for kind in KINDS}) for unit in KINDS]
         found: list[tuple[Any, ...]] = []
