@@ -42,6 +42,7 @@ class TokenCase:
     dim: int  # of the tokens
     shift: int
     gradients: str
+    shares: tuple[float, ...] | None
 
 
 def random_case(seed: int) -> TokenCase:
@@ -62,6 +63,7 @@ def random_case(seed: int) -> TokenCase:
         dim=rng.randint(0, len(shape)),
         shift=rng.choice([-1, -1, 1, -2, 3, 0]),
         gradients=rng.choice(GRADIENTS),
+        shares=rng.choice([None, None, tuple(rng.choice([1.0, 0.5, 0.01]) for _ in range(world))]),
     )
 
 
@@ -82,7 +84,7 @@ def check(case: TokenCase, rank: int, parallels: dict[tuple[str, str], startrail
     if (key := (case.plan, case.layout)) not in parallels:
         parallels[key] = startrail.SequenceParallel(case.plan, layout=case.layout, timeout=60)
     sp = parallels[key]
-    sequence, wrong = sp.sequence(case.length, case.documents), _Mistakes()
+    sequence, wrong = sp.sequence(case.length, case.documents, shares=case.shares), _Mistakes()
     make = partial(_numbers, case)
     _check_moves(case, rank, sequence, wrong, make)
     _check_losses(case, rank, sequence, wrong)

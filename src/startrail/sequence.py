@@ -236,7 +236,8 @@ class Sequence:
         moved = x
         if shift:
             offered, sources = self._state.batch.roll_sources(shift)
-            edges = x.index_select(dim, offered.to(x.device))
+            own = x if self.local else torch.cat((x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])), dim)
+            edges = own.index_select(dim, offered.to(x.device))
             edges = self._gather(edges, dim, self._alike(x, dim), "roll", arguments)
             moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
         return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)

@@ -12,4 +12,5 @@ def test_random_cases_cover_every_feature():
     assert {case.plan for case in cases} == {plan for plans in PLANS.values() for plan in plans}
     for name, values in (("layout", LAYOUTS), ("dtype", DTYPES), ("gradients", GRADIENTS), ("world", PLANS)):
         assert {getattr(case, name) for case in cases} == set(values)
+    assert sum(case.shares is not None and 0.01 in case.shares for case in cases) > 30
     assert any(case.documents and len(case.documents) > 3 and case.shift > 1 for case in cases)

@@ -66,6 +66,8 @@ class Batch:
         values, order = known.sort(stable=True)
         wanted = (self.positions - shift).clamp(0, length - 1)
         sources = order[torch.searchsorted(values, wanted).clamp(max=len(values) - 1)]
+        if not self.local:  # a rank of a small share: all ranks offer equally many
+            return torch.zeros(most, dtype=torch.int64, device="cpu"), sources
         own, own_order = self.positions.sort(stable=True)
         offered = own_order[torch.searchsorted(own, padded[self.rank].clamp(min=0)).clamp(max=len(own) - 1)]
         return offered, sources
