@@ -35,7 +35,7 @@ BELOW_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 def run(task: Callable[[], Any], writes: Sequence[torch.Tensor] = ()) -> None:
     """Queue ``task``, which writes to some tensors, on the current stream. Run it at once if no stream is active."""
-    if _active is None or threading.current_thread() is not _active.host:
+    if _active is None or threading.current_thread() is _active.thread:
         task()
     else:
         _active.queue(task, writes)
@@ -58,13 +58,13 @@ class LazyEvent:
 class LazyStream(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.host = threading.current_thread()
         self._tasks: deque[tuple[Callable[[], Any], Counter[int]]] = deque()
         self._changed = threading.Condition()
         self._running = self._depth = 0
         self._written: Counter[int] = Counter()  # tensors by their memory, how often queued tasks write to them
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def __enter__(self) -> LazyStream:
         global _active

@@ -1,6 +1,7 @@
 """A backend for CPUs that behaves like NCCL, built on gloo: code that relies on more than NCCL guarantees fails here.
 
-- A communicator is made by its first operation, which waits for all members.
+- A communicator is made by its first operation, which waits for all members, without a limit: ``abort()`` does not end
+  that wait.
 - Tags are ignored: the nth send to a peer on a communicator matches the peer's nth receive.
 - Operations between ``_start_coalescing`` and ``_end_coalescing`` are one batch with one work. The batches of a
   communicator complete in the order in which they were posted. The number of open batches is counted per thread: while
@@ -144,6 +145,9 @@ class LikeNccl(dist.ProcessGroup):
         if self.aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         if self.gloo is None:
+            self.store.set(f"here {self.rank()}", "1")
+            while not self.store.check([f"here {rank}" for rank in range(self.size())]):
+                time.sleep(0.01)
             try:
                 self.gloo = dist.ProcessGroupGloo(self.store, self.rank(), self.size(), self.timeout)
             except RuntimeError as error:

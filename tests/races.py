@@ -358,6 +358,7 @@ def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
         (process_groups, "backend_for", lambda device: "fake"),
         (nccl, "record_event", lambda device: Event(trace)),
         (nccl, "watch", lambda transport: None),
+        (nccl, "run_within", lambda seconds, function: function() or True),  # in this thread, which is traced
         (nccl.DeviceComparison, "is_same", _read_digest(trace, True)),
         (nccl.DeviceComparison, "least", _read_digest(trace, 1)),
         (counters, "_event", lambda device: None),

@@ -100,6 +100,16 @@ def test_tests_that_pages_name_exist():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_every_promise_about_gpus_names_its_test_and_what_it_cannot_show():
+    """Each bullet: a test file that exists (`test_tests_that_pages_name_exist`), and what only hardware can show."""
+    promises = re.split(r"\n- \*\*", ROOT.joinpath("docs", "gpus.md").read_text().split("\n## ")[0])[1:]
+    assert len(promises) > 20
+    for promise in promises:
+        name = promise.split("**")[0]
+        assert re.search(r"`tests/[\w/]+/test_\w+\.py`|`tests/(kernels|geometry)`", promise), f"{name}: no test"
+        assert "*Not shown:*" in promise, f"{name}: it does not say what only hardware can show"
+
+
 def test_figures_are_those_of_the_recorded_results():
     assert list(figures.problems(write=False)) == []
 

@@ -104,3 +104,28 @@ def test_kernels_are_compiled_before_a_wait_that_is_timed(plan, monkeypatch):
     for first, second in run_local(on_rank, 3, deadline=60):
         assert first[0] == 2 * second[0]
         assert first[1:] == second[1:]
+
+
+def test_a_communicator_that_one_rank_never_makes_raises_on_the_others():
+    """NCCL makes a communicator without a timeout, in a call that nothing ends."""
+
+    def on_rank(rank):
+        if rank == 2:
+            sp = startrail.SequenceParallel("1x3", timeout=30)
+
+            def too_late(*arguments):
+                time.sleep(6)
+                raise ValueError("no room for a communicator")
+
+            nccl.Nccl._connect = too_late
+        else:
+            sp = startrail.SequenceParallel("1x3", timeout=2)
+        start = time.monotonic()
+        text = error_of(lambda: sp.sequence(48).attention(*qkv()))
+        return text, time.monotonic() - start
+
+    *others, (text, _) = run_local(on_rank, 3, deadline=60)
+    assert "no room for a communicator" in text
+    for text, seconds in others:
+        assert text.startswith("PeerError: ") and "no connection over all ranks within 0:00:02" in text, text
+        assert seconds < 20

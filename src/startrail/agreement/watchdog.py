@@ -34,6 +34,7 @@ class Watchdog:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.watched: WeakSet[Watched] = WeakSet()
+        self._failed: WeakSet[Watched] = WeakSet()  # at least once
         self._stopped = threading.Event()
         self._thread = start_thread(self._run, "startrail-watchdog", self._stopped.set)
 
@@ -45,8 +46,12 @@ class Watchdog:
                 watched = watched_now.pop()
                 try:
                     watched.check()
-                except Exception:  # such as a store that is gone: stop checking this object only
-                    self.watched.discard(watched)
+                except Exception as error:  # such as a store that does not answer, for now or for good
+                    if watched not in self._failed:
+                        self._failed.add(watched)
+                        log.warning(
+                            "process %d: checking %s failed, and is tried again: %r", self.process, watched, error
+                        )
                 del watched  # a local variable would keep the last one alive
 
     def stop(self) -> None:
@@ -83,7 +88,7 @@ _lock = threading.Lock()
 
 
 def watch(watched: Watched) -> None:
-    """Call ``watched.check()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
+    """Call ``watched.check()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive."""
     global _watchdog
     with _lock:
         if _watchdog is None or _watchdog.process != os.getpid():

@@ -34,6 +34,12 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
+def on_this_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """For another thread: makes this thread's current stream of a GPU, and the GPU, the current ones."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    return torch.cuda.stream(torch.cuda.current_stream(device)) if on_gpu else nullcontext()
+
+
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream of this process for what the current one must not wait for; None without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_initialized():

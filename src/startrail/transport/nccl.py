@@ -10,6 +10,7 @@ on the device meanwhile is NaN.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +27,8 @@ from startrail.agreement.comparison import DIGEST_LIMIT, DigestComparison
 from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
-from startrail.agreement.watchdog import Looks, watch
-from startrail.kernels.device import on_device, record_event, side_stream, used_on
+from startrail.agreement.watchdog import Looks, run_within, watch
+from startrail.kernels.device import on_device, on_this_stream, record_event, side_stream, used_on
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
 from startrail.transport.interface import Compare, MessageSet, Together
@@ -87,6 +88,14 @@ def is_done(work: dist.Work) -> bool:
     if (error := _compat.work_error(work)) is not None:
         raise RuntimeError(in_short(error))
     return True
+
+
+def check_error_handling() -> None:
+    """Raises ``ValueError`` if torch's watchdog may abort transfers and let the program go on: they would look
+    complete, and our flag would not be set."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name) == "2":
+            raise ValueError(f"{name}=2 lets torch abort transfers, whose results then look valid: unset it, or set 1")
 
 
 class AbortFlag:
@@ -231,6 +240,8 @@ class Nccl(Batches):
         watch(self)
 
     def _open_lanes(self) -> None:
+        if self._backend == "nccl":
+            check_error_handling()
         super()._open_lanes()
         self.all_ranks = self._open_group(self.ranks, "all", 1)
         self._connect(links_used(self.programs))
@@ -274,7 +285,7 @@ class Nccl(Batches):
         works = {}
         try:
             for target, start in starts.items():
-                works[target] = start()
+                works[target] = self._start(start, end - time.monotonic())
             for target in works:
                 while not is_done(works[target]):
                     if time.monotonic() > end:
@@ -283,6 +294,19 @@ class Nccl(Batches):
                 works[target].wait()
         except RuntimeError as error:
             raise self._lost(target, error) from error
+
+    def _start(self, start: Callable[[], dist.Work], seconds: float) -> dist.Work:
+        """The work of ``start``, called in a thread that is abandoned after some ``seconds``: NCCL makes a communicator
+        before its first transfer, and waits for all its ranks without a timeout."""
+        made, stream = list[dist.Work](), on_this_stream(self.device)
+
+        def run() -> None:
+            with stream:
+                made.append(start())
+
+        if not run_within(seconds, run):
+            raise RuntimeError("timed out while a communicator is made")
+        return made[0]
 
     def _lost(self, target: str, error: RuntimeError) -> PeerError:
         """Abort all transfers: a target was not reached."""
