@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles
 
 export NO_MKDOCS_2_WARNING := 1  # advertises another generator
 
-.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all test-axolotl test-automodel lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
+.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all test-axolotl test-automodel lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train long-context docs dist clean
 
 setup: $(VENV)/ready
 
@@ -96,6 +96,9 @@ train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 c
 
 train-dit: setup       ## a small DiT on 4 local ranks, which paints a grid of digits
 	$(BIN)/startrail train dit-tiny $(ARGS)
+
+long-context: setup    ## a small model's context from 1,024 to 32,768 tokens on 4 local ranks, with a plot
+	$(BIN)/torchrun --nproc-per-node 4 examples/long_sft/train.py $(ARGS)
 
 bench-memory: setup    ## peak memory of a rank in training against its estimate
 	$(BIN)/startrail bench memory

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+from functools import partial
 
 import pytest
 import torch
@@ -47,6 +48,23 @@ def test_an_example_gives_on_four_ranks_what_it_gives_on_one(path):
         assert ours == pytest.approx(alone, rel=2e-4, abs=1e-6)
     if path.stem != "rl_log_probs":
         assert alone[-1] < alone[0] - 0.3
+
+
+def test_a_longer_context_gives_on_four_ranks_what_it_gives_on_one(monkeypatch, tmp_path):
+    """examples/long_sft with few and short steps: the same counts of right answers, a plot and an adapter."""
+    pytest.importorskip("peft", reason="peft is not installed (make setup installs it)")
+    torch.set_num_threads(1)
+    monkeypatch.syspath_prepend(ROOT / "examples" / "long_sft")
+    example = runpy.run_path(str(ROOT / "examples" / "long_sft" / "train.py"), run_name="example")
+
+    def on_rank(plan, rank):
+        return example["main"](plan, short_steps=3, long_steps=2, long=2048, out=str(tmp_path / plan[:2]))
+
+    (alone,) = run_local(partial(on_rank, "1x1"), 1)
+    everyone = run_local(partial(on_rank, "u2/1x2"), 4)
+    assert all(ours == pytest.approx(alone, abs=0.02) for ours in everyone)
+    assert "facts retrieved (%)" in (tmp_path / "u2" / "report.html").read_text()
+    assert (tmp_path / "u2" / "adapter" / "adapter_config.json").exists()
 
 
 def test_three_lines_of_the_readme():
