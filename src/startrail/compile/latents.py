@@ -20,10 +20,22 @@ from functools import cached_property
 
 from startrail.compile.attention import ITEMSIZES, Attention
 from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program
 from startrail.schedule.sizes import Field, Sizes
-from startrail.schedule.values import BACKWARD, Pass
+from startrail.schedule.values import BACKWARD, Block, Pass
 
 HELD_EXPANSIONS = 2  # shards whose keys and values a kernel holds expanded at a time
+
+
+def ends_of_columns(program: Program) -> frozenset[Block]:
+    """The last of each step's blocks with the same column in a row: the gradients of its keys and values are added up
+    until then, and become the latent's at once."""
+    ends = set()
+    for step in program.steps:
+        for block, after in zip(step.blocks, (*step.blocks[1:], None), strict=False):
+            if after is None or (after.column, after.group) != (block.column, block.group):
+                ends.add(block)
+    return frozenset(ends)
 
 
 @dataclass(frozen=True)
@@ -110,9 +122,9 @@ class LatentSizes(Sizes):
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
         """As for attention, and: the expanded keys and values of ``HELD_EXPANSIONS`` pieces, and of one while it is
-        made. The backward pass makes their gradients for one block at a time, holds these while it adds up those of its
-        tiles, and rearranges them for a matrix product. Both hold the weights as the kernel takes them, and the
-        backward pass also their gradients, and those of one block."""
+        made. The backward pass adds up their gradients for one piece at a time, holds those of a tile meanwhile, and
+        rearranges them for a matrix product. Both hold the weights as the kernel takes them, and the backward pass also
+        their gradients, and those from one piece."""
         expansions = HELD_EXPANSIONS + (1 if pass_.is_forward else 3)
         weights = 1 if pass_.is_forward else 3
         return super().peak_bytes(pass_, world) + expansions * self.expanded_bytes + weights * self.weight_bytes

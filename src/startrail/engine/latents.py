@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.compile.attention import AttentionPart
-from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes
+from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.engine.arguments import AttentionCall, CallShapes, LatentShapes
 from startrail.engine.attention import AttentionKernel, AttentionRequest, PreparedAttention, run_backward, run_forward
 from startrail.engine.runner import PreparedPart, Tensors
@@ -43,6 +43,8 @@ class LatentKernel(AttentionKernel):
         self.weights = weights
         self._prepared_weights: dict[tuple[int, int], Tensors] = {}  # by their heads
         self._expansions: list[Expansion] = []  # the latest
+        self._ends: dict[int, frozenset[Block]] = {}  # by part
+        self._by_key: dict[int, Sums] = {}  # of the piece that each part computes with
         self.gradients: Tensors = ()
         if pass_ is BACKWARD:
             self.gradients = tuple(torch.zeros(w.shape, dtype=self.acc, device=w.device) for w in weights)
@@ -51,7 +53,7 @@ class LatentKernel(AttentionKernel):
     def for_rehearsal(self) -> LatentKernel:
         other = super().for_rehearsal()
         assert isinstance(other, LatentKernel)
-        other.gradients, other._expansions = tuple(x.clone() for x in self.gradients), []
+        other.gradients, other._expansions, other._by_key = tuple(x.clone() for x in self.gradients), [], {}
         return other
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
@@ -64,22 +66,26 @@ class LatentKernel(AttentionKernel):
     def block(
         self, part: PreparedPart, block: Block, inputs: Sequence[Tensors], results: Sequence[Partial | Sums]
     ) -> None:
-        if not self.tiles[part.number](block.row, block.column):
-            return
         *of_row, (latent,) = inputs
-        sizes = _sizes(part)
-        heads = sizes.heads_of(part.place.head, block.group)
-        keys = self._expand(latent, heads)
-        if part.program.pass_ is FORWARD:
-            super().block(part, block, [*of_row, (keys.k, keys.v)], results)
-            return
-        by_row, by_latent = results
-        assert isinstance(by_latent, Sums)
-        widths = self.shapes.head_dim, self.shapes.value_dim
-        by_key = Sums([(*keys.k.shape[:3], width) for width in widths], self.acc, self.shapes.device)
-        super().block(part, block, [*of_row, (keys.k, keys.v)], [by_row, by_key])
-        dk, dv = (self.kernel.prepare(x) for x in by_key.tensors())
-        by_latent.sums[0].add(self._contract(latent, dk, dv, heads), donated=True)
+        heads = _sizes(part).heads_of(part.place.head, block.group)
+        backward = part.program.pass_ is not FORWARD
+        if self.tiles[part.number](block.row, block.column):
+            keys = self._expand(latent, heads)
+            if backward and part.number not in self._by_key:
+                shapes = [(*keys.k.shape[:3], width) for width in (self.shapes.head_dim, self.shapes.value_dim)]
+                self._by_key[part.number] = Sums(shapes, self.acc, self.shapes.device)
+            made = [results[0], self._by_key[part.number]] if backward else results
+            super().block(part, block, [*of_row, (keys.k, keys.v)], made)
+        if part.number in self._by_key and block in self._ends_of(part):
+            by_latent = results[1]
+            assert isinstance(by_latent, Sums)
+            dk, dv = (self.kernel.prepare(x) for x in self._by_key.pop(part.number).tensors())
+            by_latent.sums[0].add(self._contract(latent, dk, dv, heads), donated=True)
+
+    def _ends_of(self, part: PreparedPart) -> frozenset[Block]:
+        if part.number not in self._ends:
+            self._ends[part.number] = ends_of_columns(part.program)
+        return self._ends[part.number]
 
     def _weights_of(self, heads: slice) -> Tensors:
         key = heads.start, heads.stop

@@ -20,7 +20,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from startrail.compile.attention import Attention, AttentionPart
-from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes
+from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.geometry.tiles import Costs, Tile
 from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import TILE_ROWS, occupancy
@@ -29,7 +29,7 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import PieceSizes, Sizes
-from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
+from startrail.schedule.values import FORWARD, KINDS, Block, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
 if TYPE_CHECKING:
@@ -110,8 +110,6 @@ class BlockPrices(Protocol):
     @property
     def sizes(self) -> PieceSizes: ...
     def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False, /) -> float: ...
-    def expands(self, row: int, column: int, /) -> bool: ...
-    def expand(self, column: int, /) -> float: ...
     def touch(self, nbytes: float, /) -> float: ...
     def copy(self, nbytes: float, /) -> float: ...
 
@@ -151,8 +149,6 @@ class Prices:
         key = pass_, tiles, keys, new_row, new_key
         if key not in self._priced:
             seconds = 0.0
-            if self.latent is not None and pass_ is not FORWARD and tiles:
-                seconds, new_key = self.contract(keys, new_key), True  # keys and values have sums of this block alone
             for tile in tiles:
                 seconds += self._tile(pass_, tile)
                 seconds += self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, new_row, new_key, keys)
@@ -220,16 +216,12 @@ class Prices:
             return [self.heads * self.sizes.head_dim, self.heads * self.sizes.out_dim]
         return [field.shape[1] * field.shape[3] for field in self.sizes.fields("kv", 1)]
 
-    def expands(self, row: int, column: int) -> bool:
-        """True if a block computes with keys and values that are expanded from latents."""
-        return self.latent is not None and bool(self.tiles(row, column))
-
     def expand(self, column: int) -> float:
         """Seconds to expand the keys and values of a column from its latents."""
         return self._project(self.tiles.tokens_of(column), 1, EXPANSION_TOUCHES, EXPANSION_CALLS)
 
     def contract(self, keys: int, new: bool) -> float:
-        """Seconds to make the gradients of ``keys`` latents and of the weights from those of a block's keys and values,
+        """Seconds to make the gradients of ``keys`` latents and of the weights from those of a piece's keys and values,
         and to add them to the sums of a shard."""
         assert self.latent is not None
         added = self.batch * keys * (self.latent.rank + self.latent.rope_dim) * WIDE * (1 if new else 3)
@@ -330,6 +322,9 @@ class ProgramPricing:
         self.tasks, self.number, self.lane = tasks, number, lane
         self.begun: set[tuple[str, int, int]] = set()  # results that blocks or merges have added to
         self.expanded: list[tuple[int, int]] = []  # the latest columns and groups whose latents were expanded
+        self.by_key = False  # there are gradients of keys and values that are not the latents' yet
+        has_latents = isinstance(prices, Prices) and prices.latent is not None
+        self.ends = ends_of_columns(program) if has_latents else frozenset()
         self.work = 0.0
 
     def flush(self) -> None:
@@ -388,14 +383,29 @@ class ProgramPricing:
 
     def compute(self, event: Compute) -> None:
         row, column, group = event.block
-        if self.program.pass_ is FORWARD:
-            new_row, new_key = self.begin("out", row, group), False
+        if isinstance(self.prices, Prices) and self.prices.latent is not None:
+            self.compute_latent(event.block, self.prices)
+        elif self.program.pass_ is FORWARD:
+            self.work += self.prices.block(FORWARD, row, column, self.begin("out", row, group), False)
         else:
             new_row, new_key = self.begin("dq", row, group), self.begin("dkv", column, group)
-        if (column, group) not in self.expanded and self.prices.expands(row, column):
-            self.expanded = [*self.expanded, (column, group)][-HELD_EXPANSIONS:]
-            self.work += self.prices.expand(column)
-        self.work += self.prices.block(self.program.pass_, row, column, new_row, new_key)
+            self.work += self.prices.block(self.program.pass_, row, column, new_row, new_key)
+
+    def compute_latent(self, block: Block, prices: Prices) -> None:
+        """Expands the column unless it is one of those held. In the backward pass, the gradients of its keys and values
+        are sums of their own, until the last block of the column in this step."""
+        (row, column, group), pass_ = block, self.program.pass_
+        if prices.tiles(row, column):
+            if (column, group) not in self.expanded:
+                self.expanded = [*self.expanded, (column, group)][-HELD_EXPANSIONS:]
+                self.work += prices.expand(column)
+            new_row = self.begin("out" if pass_ is FORWARD else "dq", row, group)
+            self.work += prices.block(pass_, row, column, new_row, pass_ is not FORWARD and not self.by_key)
+            self.by_key = pass_ is not FORWARD
+        if self.by_key and block in self.ends:
+            self.by_key = False
+            keys = prices.tiles.tokens_of(column)
+            self.work += prices.contract(keys, self.begin("dkv", column, group))
 
     def begin(self, kind: str, shard: int, group: int) -> bool:
         """True if no block or merge has added to this result yet."""

@@ -66,12 +66,6 @@ class RowPrices:
     def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False) -> float:
         return 0.0 if row == column else self.cluster.device.call
 
-    def expands(self, row: int, column: int) -> bool:
-        return False
-
-    def expand(self, column: int) -> float:
-        return 0.0
-
 
 class ScanPrices(RowPrices):
     """Those of a scan. Its products of matrices run at the rate of the device's first dtype, as with TF32."""
