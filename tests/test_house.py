@@ -58,7 +58,6 @@ ENTRANCES = {
     "cli.app",
     "integrations.transformers",
     "parallel",
-    "planner.sparse.predict",
 }
 
 # Class names that several modules use on purpose.

@@ -6,6 +6,7 @@ page's scripts are in ``assets/``; they draw what ``recording`` writes down. ``t
 ``plots`` and ``plan_plot`` draw plots, and ``matrix`` finds who computes each cell of attention.
 """
 
+from startrail.view.chain import chain_svg, chain_text
 from startrail.view.text import fitting, show, show_batch
 
-__all__ = ["fitting", "show", "show_batch"]
+__all__ = ["chain_svg", "chain_text", "fitting", "show", "show_batch"]
