@@ -13,8 +13,8 @@ from startrail.planner.answer import plan as ask
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import Prediction
 from startrail.planner.recurrent import LinearCall, predict_linear
-from startrail.planner.row_calls import predict_rows
 from startrail.planner.sparse.rule import rule_for, scan_rule
+from startrail.planner.states import predict_rows
 from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model, from_hugging_face, read_model
 from startrail.schedule.plan import Plan

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
-from startrail.compile.problem import Boundaries, Split
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     world = world_size(plan, arguments.ranks)
     mask, length = _read_mask(arguments, world)
     if arguments.scan:
-        return _show_scan(arguments, Split(plan, world), Boundaries(mask.documents or (0, length)))
+        return _show_scan(arguments, plan, world, mask, length)
     if arguments.html or arguments.svg:
         return _write_files(arguments, plan, make_machine(world, arguments.nodes), mask, length)
     ranks = arguments.rank or list(range(min(world, MAX_RANKS)))
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_scan(arguments: argparse.Namespace, split: Split, boundaries: Boundaries) -> int:
+def _show_scan(arguments: argparse.Namespace, plan: Plan, world: int, mask: Mask, length: int) -> int:
     unused = {
         "--full": arguments.full,
         "--window": arguments.window,
@@ -101,9 +100,9 @@ def _show_scan(arguments: argparse.Namespace, split: Split, boundaries: Boundari
         if value:
             raise ValueError(f"pass either --scan or {option}, not both: it shows all ranks of a chain")
     if arguments.svg:
-        write_text(arguments.svg, chain_svg(split, boundaries))
+        write_text(arguments.svg, chain_svg(plan, world, mask, length))
     else:
-        print(chain_text(split, boundaries))
+        print(chain_text(plan, world, mask, length))
     return 0
 
 

@@ -1,27 +1,33 @@
-"""Predicts layers with a recurrence: their kernel, the convolution's halo, and the scan of states."""
+"""Predicts layers with a recurrence: their kernel at published speeds, the convolution's halo, and the scan of states.
+
+>>> from startrail.planner.cluster import find_cluster
+>>> from startrail.planner.workload import find_model
+>>> one_gpu, layers = find_cluster("h100-8x8@1x1"), find_model("qwen3.5-35b").linear
+>>> found = LinearCall(one_gpu, layers, 1, (0, 8192), "bfloat16", 2).predict(Plan.parse("1x1"))
+>>> 0.47e-3 < found.forward.seconds < 0.6e-3                  # 0.472 ms, and the convolution
+True
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from startrail.compile.halo import Halo
 from startrail.compile.problem import Boundaries, Split
 from startrail.compile.scan import Scan
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.kernels import Curve, read_curve
 from startrail.planner.predict import Prediction
-from startrail.planner.row_calls import predict_rows
 from startrail.planner.simulator import SimulatedPass
-from startrail.planner.sparse.predict import MAX_RANKS
+from startrail.planner.states import predict_rows
 from startrail.planner.units import check_keys, find_file, parse_quantity, read_file
+from startrail.planner.workload import LinearLayers
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 
-if TYPE_CHECKING:
-    from startrail.planner.cluster import ClusterSpec
-    from startrail.planner.workload import LinearLayers
-
+MAX_RANKS = 256  # all of which are simulated
 FORWARD_FLOPS, BACKWARD_FLOPS = 6, 12  # per number of a state and token, as recurrences/*.toml count them
 # A rank with shared documents computes M and B first, which is as much as the outputs are for twice as many columns.
 CALLS_OF_SPLIT = 3

@@ -1,8 +1,7 @@
 """A scan as text or drawing: the chain that states take from run to run of each document, over ranks and nodes.
 
->>> from startrail.schedule.plan import Plan
->>> split, boundaries = Split(Plan.parse("1x2/1x2"), 4), Boundaries((0, 16))
->>> print(chain_text(split, boundaries))
+>>> plan, mask = Plan.parse("1x2/1x2"), Mask(causal=True)
+>>> print(chain_text(plan, 4, mask, 16))
 scan of 16 tokens on 4 ranks by 1x2/1x2: several ranks hold 1 of 1 document
 <BLANKLINE>
 tokens 0 to 15: 7 runs, 2 states between nodes
@@ -13,7 +12,7 @@ rank 2  . . 3 . 5 . .
 rank 3  . . . 4 . . .
 <BLANKLINE>
 The ranks of a node share the heads of states, so that a chain stops once per visit of a node.
->>> drawing = chain_svg(split, boundaries)
+>>> drawing = chain_svg(plan, 4, mask, 16)
 >>> drawing.count('class="cell"'), drawing.count('class="near"'), drawing.count('class="far"')
 (7, 5, 3)
 """
@@ -29,6 +28,8 @@ from startrail.compile.call import compile_call
 from startrail.compile.problem import Boundaries, Split
 from startrail.compile.scan import RunPlace, Scan, ScanPart
 from startrail.geometry.layout import Runs
+from startrail.geometry.mask import Mask
+from startrail.schedule.plan import Plan
 from startrail.view.svg import MARGIN, MAX_DRAWN, STYLE, colour
 
 MAX_CHAINS, MAX_RUNS = 4, 48  # shown as text
@@ -38,17 +39,18 @@ WHOLE = "Every hop is one message with a whole state."
 
 
 class _Chains:
-    def __init__(self, split: Split, boundaries: Boundaries) -> None:
+    def __init__(self, plan: Plan, world: int, mask: Mask, length: int) -> None:
+        split, boundaries = Split(plan, world), Boundaries(mask.documents or (0, length))
         (part,) = compile_call(Scan(boundaries, 1), split, 0).parts
         assert isinstance(part, ScanPart)
         sizes = [size for size in part.table.levels if size > 1]
-        self.split, self.documents, self.of_ranks = split, boundaries.documents, part.table.of_ranks
+        self.documents, self.of_ranks = boundaries.documents, part.table.of_ranks
         self.chains = [chain for chain in part.table.chains if len(chain) > 1]
         self.node = prod(sizes[1:])  # ranks of one; on one level, a rank is a node
         self.how = SHARED if part.table.inner > 1 else WHOLE
         number, total = len(self.chains), len(self.documents) - 1
         self.title = (
-            f"scan of {boundaries.length} tokens on {split.world} ranks by {split.plan}: several ranks hold {number} "
+            f"scan of {length} tokens on {world} ranks by {plan}: several ranks hold {number} "
             f"of {total} document{'s' if total > 1 else ''}"
         )
 
@@ -56,9 +58,9 @@ class _Chains:
         return one.rank // self.node != other.rank // self.node
 
 
-def chain_text(split: Split, boundaries: Boundaries) -> str:
-    """The longest chains, with each run at its rank, numbered along the chain."""
-    all_of = _Chains(split, boundaries)
+def chain_text(plan: Plan, world: int, mask: Mask, length: int) -> str:
+    """The longest chains, with each run at its rank, numbered along the chain. The mask has the documents."""
+    all_of = _Chains(plan, world, mask, length)
     lines = [all_of.title, ""]
     for chain in sorted(all_of.chains, key=len, reverse=True)[:MAX_CHAINS]:
         lines += [*_grid(all_of, chain), ""]
@@ -82,30 +84,30 @@ def _grid(all_of: _Chains, chain: list[RunPlace]) -> Iterator[str]:
         yield f"{f'rank {rank}':{label}s}  {' '.join(cells)}{more}"
 
 
-def chain_svg(split: Split, boundaries: Boundaries) -> str:
+def chain_svg(plan: Plan, world: int, mask: Mask, length: int) -> str:
     """Ranks from top to bottom, tokens from left to right, and a line wherever a state goes to another rank."""
-    if split.world > MAX_DRAWN:
-        raise ValueError(f"a drawing shows at most {MAX_DRAWN} ranks, not {split.world}")
-    all_of, scale = _Chains(split, boundaries), WIDTH / boundaries.length
-    nodes = split.world // all_of.node
+    if world > MAX_DRAWN:
+        raise ValueError(f"a drawing shows at most {MAX_DRAWN} ranks, not {world}")
+    all_of, scale = _Chains(plan, world, mask, length), WIDTH / length
+    nodes = world // all_of.node
 
     def y(rank: int) -> float:
         return 70 + ROW * (rank + 0.6 * (rank // all_of.node))
 
     def x(token: int) -> float:
-        return MARGIN + LABEL + scale * min(token, boundaries.length)
+        return MARGIN + LABEL + scale * min(token, length)
 
     parts = []
     for rank, runs in enumerate(all_of.of_ranks):
         parts.append(f'<text class="t q" x="{MARGIN}" y="{y(rank) + 4:.1f}">rank {rank}</text>')
-        parts += _boxes(runs, boundaries.length, x, y(rank), colour(rank // all_of.node, nodes))
+        parts += _boxes(runs, length, x, y(rank), colour(rank // all_of.node, nodes))
     for chain in all_of.chains:
         for one, other in pairwise(chain):
             kind, at = "far" if all_of.between(one, other) else "near", x(other.start)
             ends = f'x1="{at:.1f}" y1="{y(one.rank):.1f}" x2="{at:.1f}" y2="{y(other.rank):.1f}"'
             parts.append(f'<line class="{kind}" {ends}/>')
             parts.append(f'<circle class="tip-{kind}" cx="{at:.1f}" cy="{y(other.rank):.1f}" r="3"/>')
-    below = y(split.world - 1) + 40
+    below = y(world - 1) + 40
     for number, (kind, text) in enumerate((("near", "a state goes on inside a node"), ("far", "to another node"))):
         left = MARGIN + 260 * number
         parts.append(f'<line class="{kind}" x1="{left}" y1="{below}" x2="{left + 40}" y2="{below}"/>')

@@ -27,8 +27,8 @@ from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cluster
-from startrail.planner.row_calls import predict_rows
 from startrail.planner.sparse.predict import SparseCall
+from startrail.planner.states import predict_rows
 from startrail.planner.topology import Machine
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES

@@ -1,9 +1,8 @@
-"""Predicts calls that send rows of numbers: a convolution's halo, and the scan of states. They are the compiled calls
-that the engine runs, with every rank simulated.
+"""Predicts scans and halos: the compiled programs of all ranks, with a price for what each message makes a rank do.
 
->>> from startrail.planner.cluster import find_cluster
 >>> from startrail.compile.problem import Boundaries
 >>> from startrail.compile.scan import Scan
+>>> from startrail.planner.cluster import find_cluster
 >>> from startrail.schedule.plan import Plan
 >>> cluster, split = find_cluster("h100-8x8@4x8"), Split(Plan.parse("1x4/1x8"), 32)
 >>> state = dict(features=32 * 128 * 128, units=32, effect=2 * 32 * 128 * 128)       # of Qwen3.5-35B: 2 MiB
@@ -16,18 +15,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from startrail.compile.call import Part, compile_call
 from startrail.compile.problem import Problem, Split
 from startrail.compile.scan import ScanPart
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import STARTRAIL
 from startrail.planner.predict import Prediction, simulate_tasks
 from startrail.planner.pricing import tasks_of
-
-if TYPE_CHECKING:
-    from startrail.planner.cluster import ClusterSpec
-    from startrail.schedule.values import Pass
+from startrail.schedule.values import Pass
 
 TOUCHED = 4  # times that a message's numbers are read or written: copied, multiplied and added
 
