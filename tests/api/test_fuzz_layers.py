@@ -1,13 +1,23 @@
 """A few random recurrences and convolutions; `python -m tests.fuzz_layers` runs hundreds, on up to 16 ranks."""
 
-import pytest
+import itertools
 
-from tests.fuzz_layers import KINDS, STYLES, WORLDS, product, random_case, run, run_cases
+import pytest
+import torch
+
+from tests.engine.splits import SplitCase
+from tests.fuzz_layers import KINDS, STYLES, WORLDS, LayerCase, product, random_case, run, run_cases
 from tests.helpers import FULL
 
 
 def test_a_few_random_cases():
     assert not run(first_seed=30_000, count=300 if FULL else 30)
+
+
+def test_float32_over_600_tokens_is_at_most_twice_as_far_off_as_one_process():
+    splits = [SplitCase("1x2/1x2", 4, layout, 600, (0, 600)) for layout in ("zigzag", "contiguous") * 3]
+    cases = zip(itertools.count(), splits, KINDS, strict=False)
+    assert not run_cases([LayerCase(*case, torch.float32, 1, 0.1, "both", "plain", 4) for case in cases])
 
 
 @pytest.mark.skipif(not FULL, reason="2,000 cases")
