@@ -72,6 +72,8 @@ class SequenceParallel:
     into more and smaller blocks.
     ``shares`` says which part of every sequence's tokens and work each rank gets: one positive number per rank, or
     ``"measured"``: all ranks measure together how fast they are, which takes about as long as ``auto`` takes.
+    ``shortest_piece``: packed documents are not cut into pieces of fewer tokens, which kernels compute slowly, if that
+    can be helped (default: 512, or a 16th of a rank's tokens if that is less).
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
     ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
     sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
@@ -84,8 +86,11 @@ class SequenceParallel:
         job: Job | None = None, cluster: str | None = None, layout: str = "zones",
         sparse: bool = True, windows: bool = False, wire_dtype: torch.dtype | None = None, timeout: float | None = None,
         check_every_call: bool | None = None, shares: SequenceOf[float] | str | None = None,
+        shortest_piece: int | None = None,
     ) -> None:  # fmt: skip
         check_layout(layout)
+        if shortest_piece is not None and not (is_int(shortest_piece) and shortest_piece >= 1):
+            raise ValueError(f"shortest_piece={shortest_piece!r} must be a whole number of tokens, at least 1")
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < MAX_TIMEOUT_SECONDS):
@@ -114,7 +119,8 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = rule_for(described, self.world)
-        split = Split(self.plan, self.world, layout, bool(sparse) and rule, scan=scan_rule(rule))
+        sparse_rule, in_rank_order = bool(sparse) and rule, False
+        split = Split(self.plan, self.world, layout, sparse_rule, in_rank_order, scan_rule(rule), shortest_piece)
         known = described_for(described, self.world)
         self._expanding = None if known is None else Expanding(known)
         self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)

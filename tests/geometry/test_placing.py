@@ -73,3 +73,10 @@ def test_what_no_part_can_hold_is_spread():
     found = divide(items, [400, 400], [4.0, 4.0], cheap)
     assert found.spread == 1
     assert [sum(item.tokens for item in part) for part in found.parts] == [200, 200]
+
+
+def test_the_shortest_piece_is_a_choice():
+    documents = batch("books", 1, 8192, 1)
+    for floor in (64, 2048):
+        layout = make_layout("zones", zone_levels(Plan.parse("1x8"), 8), documents, None, floor)
+        assert shortest_piece(layout, documents) >= floor

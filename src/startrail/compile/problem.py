@@ -86,6 +86,7 @@ class Split:
     """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, and
     ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on
     demand instead of running the plan, or the rule that decides. ``scan`` decides how states travel.
+    ``shortest_piece``: documents are not cut into shorter pieces, if that can be helped.
 
     >>> split = Split(Plan.parse("1x2"), 2)
     >>> split.layout_of(Boundaries((0, 7))).table
@@ -98,6 +99,7 @@ class Split:
     sparse: bool | Rule = True
     in_rank_order: bool = False
     scan: ScanRule | None = None
+    shortest_piece: int | None = None
 
     @cached_property
     def _levels(self) -> list[ZoneLevel]:
@@ -106,12 +108,14 @@ class Split:
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
         documents = boundaries.placement or boundaries.documents
-        return make_layout(self.layout, self._levels, documents, boundaries.shares or None)
+        return make_layout(self.layout, self._levels, documents, boundaries.shares or None, self.shortest_piece)
 
     def predicted(self, boundaries: Boundaries) -> str:
         """What the layout of packed documents costs, and the next best."""
         documents = boundaries.placement or boundaries.documents
-        return predicted(self._levels, documents, boundaries.shares or None) if self.layout == "zones" else ""
+        if self.layout != "zones":
+            return ""
+        return predicted(self._levels, documents, boundaries.shares or None, self.shortest_piece)
 
     def programs(self, rank: int) -> list[Program]:
         """All programs that the rank may run, except those that follow from a demand for keys."""
@@ -122,6 +126,7 @@ class Split:
         text = f"plan {self.plan}, {self.layout}"
         if self.sparse is not True:
             text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
+        text += f", pieces of at least {self.shortest_piece}" if self.shortest_piece else ""
         return text + (", windows=True" if self.in_rank_order else "")
 
 

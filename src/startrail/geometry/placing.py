@@ -423,7 +423,7 @@ class Attempt:
         return best
 
 
-def _can_spread(item: Item, work: int, rules: Rules, parts: int) -> bool:
+def _can_spread(item: Item, work: float, rules: Rules, parts: int) -> bool:
     """No piece would be too short, unless the item has more than a part's share of ``work``."""
     if not item.is_one:
         return False

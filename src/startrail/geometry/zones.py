@@ -74,31 +74,39 @@ def check_layout(name: str) -> None:
 
 
 def make_layout(
-    name: str, levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None
-) -> Layout:
+    name: str, levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None,
+    shortest_piece: int | None = None,
+) -> Layout:  # fmt: skip
     """The layout called ``name`` of a sequence with these documents (cu_seqlens). ``shares``: one positive number per
-    rank, by default the same for all; tokens and work are divided in proportion."""
+    rank, by default the same for all; tokens and work are divided in proportion. ``shortest_piece``: no piece of a
+    longer document should have fewer tokens; by default FLOOR, or a 16th of a rank's tokens if that is less."""
     if name == "zones" and len(documents) > 2:
-        return zoned(levels, documents, shares)
+        return zoned(levels, documents, shares, shortest_piece)
     return LAYOUTS["zigzag" if name == "zones" else name](levels[0].slots, documents[-1], shares)
 
 
-def zoned(levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None) -> Layout:
+def zoned(
+    levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None,
+    shortest_piece: int | None = None,
+) -> Layout:  # fmt: skip
     """The zones of packed documents. ``levels`` begins with all ranks and ends with single ranks."""
     length, world = documents[-1], len(levels[0].slots)
     if len(documents) <= 2:
         return zigzag(levels[0].slots, length, shares)
     if world == 1:
         return contiguous(levels[0].slots, length, shares)
-    return _Placing(levels, documents, weights_of(shares, world)).layout()
+    return _Placing(levels, documents, weights_of(shares, world), shortest_piece).layout()
 
 
-def predicted(levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None) -> str:
+def predicted(
+    levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None,
+    shortest_piece: int | None = None,
+) -> str:  # fmt: skip
     """What the placement costs at the outermost level, and the next best."""
     world = len(levels[0].slots)
     if len(documents) <= 2 or world == 1:
         return ""
-    placing = _Placing(levels, documents, weights_of(shares, world))
+    placing = _Placing(levels, documents, weights_of(shares, world), shortest_piece)
     found = placing.outermost
     options = [(found.time, found.spread), *([found.next] if found.next else [])]
     times = [f"{time / placing.mean:.2f} x with {number or 'none'} of them" for time, number in options]
@@ -111,13 +119,15 @@ class _Placing:
     outermost: Divided
     mean: float
 
-    def __init__(self, levels: Sequence[ZoneLevel], documents: Sequence[int], weights: Sequence[int]) -> None:
+    def __init__(
+        self, levels: Sequence[ZoneLevel], documents: Sequence[int], weights: Sequence[int], shortest_piece: int | None
+    ) -> None:
         self.levels, self.weights, self.length = levels, weights, documents[-1]
         world, total = len(weights), sum(weights)
         self.equal = len(set(weights)) == 1
         self.scaled = [weight * world / total for weight in weights]
         per_rank = self.length // world
-        self.floor, self.most = min(FLOOR, max(per_rank // 16, 1)), HELD * per_rank
+        self.floor, self.most = shortest_piece or min(FLOOR, max(per_rank // 16, 1)), HELD * per_rank
         ends = [self.length * weight // total for weight in accumulate(weights, initial=0)]
         self.rooms = [stop - start for start, stop in pairwise(ends)]  # tokens that each rank may still get
         self.zones: dict[tuple[int, bool, int], list[list[tuple[int, int]]]] = {}
