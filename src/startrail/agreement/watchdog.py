@@ -70,13 +70,13 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        self._wait: object = None
+        self._wait = 0  # its id: a reference would keep the transport alive that waits, and its connections open
         self._next = 0.0
 
     def is_due(self, wait: object, seconds: float) -> bool:
         """True if it is time to look again, ``seconds`` after ``wait`` has begun."""
-        if wait is not self._wait:
-            self._wait, self._next = wait, TIMING.slow_wait
+        if id(wait) != self._wait:
+            self._wait, self._next = id(wait), TIMING.slow_wait
         if seconds < self._next:
             return False
         self._next = seconds + min(seconds / 4, TIMING.longest_look)
