@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from workshop.report.findings import Line, lines_of
 from workshop.report.hybrid import HEADS, by_trial
@@ -103,6 +103,35 @@ def headline() -> str:
             rows.append([work, f"**{speed[SPARSE]}**", speed[DENSE], f"{other} {speed[other]}"])
     heads = ["mask, 4 nodes of 8 ranks", "startrail", "our best plan for dense masks", "fastest other library"]
     return f"{table(heads, rows)}\n\n{source('sparse')}"
+
+
+def layers() -> str:
+    """Layers other than plain attention on slow links, at 4 nodes of 8 ranks: seconds and bytes off a node."""
+    rows = []
+    of_hybrid = by_trial(SparseRow(**row) for row in recorded("hybrid")["rows"])
+    for (machine, pressure, work), found in of_hybrid.items():
+        if (machine, pressure) == ("4x8", 24.0):
+            ours, others = found[SPARSE], [row for name, row in found.items() if name != SPARSE and row.seconds]
+            other = min(others, key=lambda row: row.seconds or 0.0)
+            rows.append([f"gated delta rule, {work}", *_faster(ours, other, other.contender)])
+    trial = [row for row in recorded("latents")["rows"] if row["pressure"] == 24.0]
+    chosen = next(row for row in trial if row["chosen"])
+    best = min((row for row in trial if row["sends"] != "latents"), key=lambda row: row["seconds"])
+    ours, other = (Timed(row["seconds"], row["node_bytes"]) for row in (chosen, best))
+    rows.append(["latent attention", *_faster(ours, other, f"keys and values, `{best['plan']}`")])
+    heads = ["layer, 4 nodes of 8 ranks", "startrail", "bytes off a node", "fastest of the other ways"]
+    return f"{table(heads, rows)}\n\n{source('hybrid')} {source('latents')}"
+
+
+class Timed(NamedTuple):
+    seconds: float | None
+    node_bytes: float
+
+
+def _faster(ours: Timed | SparseRow, other: Timed | SparseRow, name: str) -> list[str]:
+    assert ours.seconds and other.seconds
+    less = f"{other.node_bytes / ours.node_bytes:.1f}x fewer"
+    return [f"**{other.seconds / ours.seconds:.1f}x**", less, name]
 
 
 def nodes() -> str:
@@ -287,10 +316,15 @@ def _findings(name: str) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (headline, nodes, dense, training, sparse, hybrid, latents, engine, memory, groups, lab, hardware)
+    for f in (headline, layers, nodes, dense, training, sparse, hybrid, latents, engine, memory, groups, lab, hardware)
 }
 BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
-FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file
+FILES = {
+    "headline": "sparse",
+    "layers": "hybrid",
+    "nodes": "dense",
+    "training": "dense",
+}  # of blocks with another name than their file
 FILES |= {f"memory_{wall}": "memory" for wall in REMEDIES}
 
 
