@@ -209,7 +209,9 @@ def families_with_latents():
 
 SPECIAL = {
     "longcat_flash": dict(num_layers=1, head_dim=4, expert_ffn_hidden_size=16, zero_expert_num=2, moe_topk=2),
-    "glm5_next": dict(qk_rope_head_dim=0, qk_nope_head_dim=12),
+    "glm5_next": dict(qk_rope_head_dim=0, qk_nope_head_dim=12, layer_types=["linear_attention", "indexed_attention"]),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
+    "bailing_hybrid": dict(layer_types=["linear_attention", "full_attention"]),
 }
 
 
