@@ -244,3 +244,5 @@ def test_every_family_that_runs_sends_latents():
     """Of those whose default configs make a model that can be tried."""
     for family in survey.families(["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]):
         assert family.kinds == ("causal", "latents"), family
+    (family,) = survey.families(["kimi_linear"])
+    assert family.kinds == ("causal", "latents", "convolution + Kimi delta rule")
