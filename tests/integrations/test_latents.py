@@ -209,7 +209,9 @@ def families_with_latents():
 
 SPECIAL = {
     "longcat_flash": dict(num_layers=1, head_dim=4, expert_ffn_hidden_size=16, zero_expert_num=2, moe_topk=2),
-    "glm5_next": dict(qk_rope_head_dim=0, qk_nope_head_dim=12),
+    "glm5_next": dict(qk_rope_head_dim=0, qk_nope_head_dim=12, layer_types=["linear_attention", "indexed_attention"]),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
+    "bailing_hybrid": dict(layer_types=["linear_attention", "full_attention"]),
 }
 
 
@@ -242,3 +244,5 @@ def test_every_family_that_runs_sends_latents():
     """Of those whose default configs make a model that can be tried."""
     for family in survey.families(["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]):
         assert family.kinds == ("causal", "latents"), family
+    (family,) = survey.families(["kimi_linear"])
+    assert family.kinds == ("causal", "latents", "convolution + Kimi delta rule")

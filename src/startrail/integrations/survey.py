@@ -25,11 +25,13 @@ from startrail.parallel import SequenceParallel
 LAYERS = 4  # enough for all kinds of layers of most models; a model that refuses this number keeps its own
 # What default configs lack, or what four layers need: published checkpoints set these.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "ministral": {"head_dim": 128},
