@@ -129,8 +129,26 @@ def test_every_family_has_the_loss_that_ranks_compute():
         assert getattr(module, routers.NAME) is function, name
 
 
+def test_experts_get_as_many_tokens_as_in_one_process():
+    model = model_of("qwen3_moe")
+    whole, (row, rows) = startrail.SequenceParallel("1x1"), (PACKED, UNPACKED)
+    logits = model(**rows).router_logits
+    expected = routers.expert_counts(whole, logits, 2, rows["attention_mask"]).tolist()
+    assert [sum(layer) for layer in expected] == [2 * row["input_ids"].numel()] * 2
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3")
+        batch, model = shard_batch(sp, **row), attach(model_of("qwen3_moe"), sp)
+        return routers.expert_counts(sp, model(**batch).router_logits, 2, batch["attention_mask"]).tolist()
+
+    assert run_local(on_rank, 3) == [expected] * 3
+
+
 def test_what_cannot_be_computed_is_refused():
     sp = startrail.SequenceParallel("1x1")
+    model = tiny("llama")
+    model.config.z_loss_coefficient = 0.01
+    assert error_of(lambda: attach(model, sp)).startswith("ValueError: LlamaForCausalLM adds a z loss (0.01 x), a mean")
     text = error_of(lambda: attach(model_of("qwen3_moe"), sp, tile_mlp=5))
     assert text.startswith("ValueError: tile_mlp hides the routers from their auxiliary loss")
     model = attach(tiny("llama"), sp)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -54,11 +54,31 @@ def balancing_loss(
     return (slope.to(dtype) * probabilities).sum()
 
 
-def sum_over(sp: SequenceParallel, counts: Tensor) -> None:
+def expert_counts(
+    sp: SequenceParallel, gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None = None
+) -> Tensor:
+    """How many tokens of the whole sequence each expert gets, (layers, experts), for metrics. ``gate_logits`` are the
+    ``router_logits`` of this rank's result, and ``mask`` the ``attention_mask`` of its part of the batch.
+
+    >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])          # two tokens, three experts
+    >>> expert_counts(SequenceParallel("1x1"), [logits], top_k=1).tolist()
+    [[1, 0, 1]]
+    """
+    rows = []
+    for logits in gate_logits:
+        counted = torch.ones_like(logits[:, 0]) if mask is None else mask.reshape(-1).to(logits)
+        chosen = logits.topk(top_k, dim=-1).indices.flatten()
+        counts = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
+        rows.append(counts.scatter_add_(0, chosen, counted.repeat_interleave(top_k).double()))
+    whole = torch.stack(rows)
+    sum_over(sp, whole.view(-1), "counting the tokens of experts")
+    return whole.long()
+
+
+def sum_over(sp: SequenceParallel, counts: Tensor, operation: str = "the routers' auxiliary loss") -> None:
     """Replace ``counts`` by their sums over the ranks of a sequence."""
     if sp.world > 1:
-        operation = "the routers' auxiliary loss"
-        agree(operation, [f"{len(counts) - 1} experts"], sp.group, counts.device)
+        agree(operation, [f"{len(counts)} counts"], sp.group, counts.device)
         with peer_errors(operation, sp.group):
             dist.all_reduce(counts, group=sp.group)
 
@@ -89,6 +109,15 @@ def problem(model: PreTrainedModel, fused: bool = False) -> str | None:
         if torch.allclose(torch.as_tensor(ours), torch.as_tensor(functions[0](logits, 5, 2, mask)), rtol=1e-5):
             return None
     return f"{name}: its routers' auxiliary loss is unlike that of other models: {remedy}"
+
+
+def check_z_loss(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` for a model that adds a z loss, which would be a mean over a rank's tokens."""
+    if weight := getattr(model.config.get_text_config(), "z_loss_coefficient", 0.0):
+        raise ValueError(
+            f"{type(model).__name__} adds a z loss ({weight} x), a mean over this rank's tokens: set "
+            "z_loss_coefficient=0"
+        )
 
 
 def _modules(model: PreTrainedModel) -> list[ModuleType]:

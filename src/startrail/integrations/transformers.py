@@ -277,6 +277,7 @@ def _attach(
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
     probe.check_config(model)
+    routers.check_z_loss(model)
     if _is_mostly_narrow(model):
         sp.expect_windows()
     attached = Attached(sp)
