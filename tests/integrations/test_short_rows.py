@@ -11,7 +11,7 @@ import torch
 import startrail
 from startrail.integrations.transformers import attach
 from startrail.launch.local import run_local
-from tests.helpers import FULL
+from tests.helpers import FULL, error_of
 from tests.integrations.one_process import many_ranks, one_process
 from tests.integrations.tiny import padded, tiny
 
@@ -57,3 +57,21 @@ def test_gradients_are_those_of_one_process(plan):
         return wrong
 
     assert run_local(on_rank, startrail.Plan.parse(plan).size) == [[]] * startrail.Plan.parse(plan).size
+
+
+def test_ranks_of_different_speed():
+    """Gradients are those of one process, and a batch too short for the shares is refused on all ranks."""
+    batch = padded((40, 25), "right")
+    truths = [one_process(name, batch)[1] for name in NAMES]
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("u2/1x2", shares=(1, 0.3, 0.6, 1)), []
+        for name, truth in zip(NAMES, truths, strict=True):
+            wrong += mistakes(many_ranks(attach(tiny(name), sp), sp, batch)[1], truth)
+        return wrong, error_of(lambda: many_ranks(attach(tiny(NAMES[0]), sp), sp, padded((2,), "right")))
+
+    found = run_local(on_rank, 4)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    assert {error for _, error in found} == {
+        "ValueError: 2 tokens leave none for rank 1, of shares (1.0, 0.3, 0.6, 1.0): models need one on every rank"
+    }

@@ -161,7 +161,7 @@ def shard_batch(
         documents = _cu_seqlens(starts[0])
     if images is not None:
         blocks = _runs(_joined(images, kept, 1)[0], documents)
-    sequence = sp.sequence(length if kept is None else len(kept), documents, blocks)
+    sequence = _checked(sp.sequence(length if kept is None else len(kept), documents, blocks))
     arguments: dict[str, Any] = {
         name: sequence.shard(x, 1, IGNORE if name == "shift_labels" else 0)
         for name, x in tensors.items()
@@ -188,6 +188,16 @@ def shard_batch(
         unpadded = sequence.shard(_joined(row_index, kept, -1), -1)
     context = BatchContext(sequence, chunk_positions, masked, whole, position_ids is not None, unpadded)
     return {**others, **arguments, "startrail": context}
+
+
+def _checked(sequence: Sequence) -> Sequence:
+    """Models of transformers cannot run on no tokens. Only unequal shares give a rank none."""
+    if 0 in (counts := sequence._layout.counts):
+        raise ValueError(
+            f"{sequence.length} tokens leave none for rank {counts.index(0)}, of shares {sequence.sp.shares}: models "
+            "need one on every rank"
+        )
+    return sequence
 
 
 def _join_rows(starts: Tensor, real: Tensor, shift_labels: Tensor | None) -> tuple[list[int], Tensor, Tensor | None]:
