@@ -413,3 +413,17 @@ class BrokenError(Exception):
 
 def failing(*tensors, **options):
     raise BrokenError("planted")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_choose_their_precision_under_autocast(kind):
+    torch.manual_seed(0)
+    sequence = startrail.SequenceParallel("1x1").sequence(100, [0, 30, 100])
+    make, options = KINDS[kind]
+    inputs = [x.requires_grad_() for x in make(1, 100)[0]]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = sequence.scan(getattr(startrail, kind), *inputs, **options)
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
