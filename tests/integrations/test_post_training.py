@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 pytest.importorskip("peft", reason="peft is not installed (make setup installs it)")
 
 import torch
