@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import transformers
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from startrail.cli.app import COMMANDS, build_parser, main
+from startrail.integrations import survey
 from startrail.view.page import html_page, scene
+from tests.integrations import test_latents, tiny
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "startrail"
@@ -56,6 +59,7 @@ def on_files(files: Files, config: object) -> Files:
 
     add("reference/commands.md", command_reference())
     add("reference/errors.md", error_reference())
+    add("reference/models.md", models_reference())
     add("hardware.md", (ROOT / "validation/hardware/results.md").read_text().replace("scatter.png", "hardware.png"))
     files.append(File.generated(config, "hardware.png", abs_src_path=str(ROOT / "validation/hardware/scatter.png")))
     files.append(File.generated(config, "scaling.png", abs_src_path=str(ROOT / "validation/scaling.png")))
@@ -68,7 +72,7 @@ def on_files(files: Files, config: object) -> Files:
 def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:
     """Links to files of the repository that are no pages become code; figures' sources are not shown."""
     markdown = re.sub(
-        r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
+        r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:deploy|examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
     )
     markdown = re.sub(r"^# \{\{ (\S+) \}\}$", lambda found: source_code(found[1]), markdown, flags=re.MULTILINE)
     assert "{{" not in markdown, f"{page}: a file is not included"
@@ -108,6 +112,31 @@ def command_reference() -> str:
         parts.append(f"## startrail {name}\n\n```text\n{command.format_help().rstrip()}\n```\n")
     assert len(subparsers.choices) == len(COMMANDS)
     return "\n".join(parts)
+
+
+def models_reference() -> str:
+    """What `startrail models` finds, with the families whose every gradient is compared with one process."""
+    tried = survey.families()
+    compared = {found[1].model_type for of in (tiny.families(), tiny.hybrids()) for found in of.values()}
+    compared |= set(test_latents.FAMILIES)
+    rows = [(each.name, ", ".join(each.kinds), "yes" if each.name in compared else "") for each in tried if each.kinds]
+    number = f"**{len(rows)} of {len(tried)}** families of causal language models run"
+    parts = [
+        "# Which models run\n",
+        f"`startrail models`, with transformers {transformers.__version__}: {number}. Each is created from its default "
+        "config and attached; the table says what its layers are. All run with packed rows, padding and several rows "
+        "per batch. A family is *compared* if a test holds the loss and every gradient of a tiny model, on several "
+        "ranks and with packed rows, against one process in float64. For any other, `startrail verify` makes that "
+        "comparison with your model. Vision-language models and diffusers: [models from other "
+        "libraries](../integrations.md).\n",
+        "| family | layers | compared |\n| --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "\n## Families that are rejected\n",
+        "The error of `attach` says the same about your model.\n",
+        "| family | reason |\n| --- | --- |",
+        *(f"| {each.name} | {each.problem.replace('|', ' ')} |" for each in tried if each.problem),
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def error_reference() -> str:

@@ -89,7 +89,7 @@ def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-            generated = re.search(r"drawings/|page\.html|reference/(commands|errors)\.md|hardware\.md", target)
+            generated = re.search(r"drawings/|page\.html|reference/(commands|errors|models)\.md|hardware\.md", target)
             if not re.match(r"https?:|mailto:", target) and not generated:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
