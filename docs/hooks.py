@@ -71,9 +71,8 @@ def on_files(files: Files, config: object) -> Files:
 
 def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:
     """Links to files of the repository that are no pages become code; figures' sources are not shown."""
-    markdown = re.sub(
-        r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:deploy|examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
-    )
+    files_of_ours = "deploy|examples|src|tests|validation|README|CONTRIBUTING"
+    markdown = re.sub(rf"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:{files_of_ours})[^)]*\)", r"`\1`", markdown)
     markdown = re.sub(r"^# \{\{ (\S+) \}\}$", lambda found: source_code(found[1]), markdown, flags=re.MULTILINE)
     assert "{{" not in markdown, f"{page}: a file is not included"
     return markdown.replace("](../validation/scaling.png)", "](scaling.png)")

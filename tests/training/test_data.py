@@ -376,5 +376,5 @@ def test_bad_tokenizer_files_and_a_missing_package(tmp_path, folder, monkeypatch
     with pytest.raises(ValueError, match=r"bad.json' cannot be loaded"):
         text_data(folder, length=10, tokenizer=str(bad))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install 'startrail\[tokenizers\]'"):
+    with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install 'startrail\[text\]'"):
         text_data(folder, length=10, tokenizer=str(bad))

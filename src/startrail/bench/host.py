@@ -74,7 +74,7 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
 
 
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> HostTime:
-    no_op = mock.patch("startrail.engine.attention.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
+    no_op = mock.patch("startrail.engine.attention.kernel_for", lambda device, dtype, *_: _NoOpKernel(dtype))
     like_nccl = mock.patch.dict(opening.CLASSES, fake=_CompletedNccl)
     with fake_group(0, ranks), no_op, like_nccl, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Work::exception API")
