@@ -126,9 +126,7 @@ def fused_kernels(monkeypatch):
     fused = Fused()
     for module in (accumulate, base, rearrange):
         monkeypatch.setattr(module, "fused_on", lambda device: fused)
-    monkeypatch.setattr(
-        "startrail.engine.attention.kernel_for", lambda device, dtype, dim, softcap: cuda.FlashKernel(dtype)
-    )
+    monkeypatch.setattr("startrail.engine.attention.kernel_for", lambda device, dtype, *_: cuda.FlashKernel(dtype))
     cuda._cu_seqlens_on.cache_clear()
     yield fused
     cuda._cu_seqlens_on.cache_clear()  # fake ones
