@@ -223,12 +223,9 @@ class Attached:
             raise ValueError("compile the layers of a model with a routers' auxiliary loss, not the whole")
         fused = bool(options.get(without_logits.FUSED))
         self.check_router_loss(model, fused)
-        mask = options.get("attention_mask") if context.whole is None else context.whole.ones
-        if mask is not None and context.fully_masked is not None:
-            mask = mask * ~context.fully_masked
         # a model's own loss is summed over ranks; TRL adds the auxiliary one to a loss that is averaged
         factor = self.sp.world if fused else 1
-        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), mask, factor)
+        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), context.counted(), factor)
         for replacement in routers.replaced(model, loss):
             self.router_loss.enter_context(replacement)
 
@@ -277,7 +274,6 @@ def _attach(
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
     probe.check_config(model)
-    routers.check_z_loss(model)
     if _is_mostly_narrow(model):
         sp.expect_windows()
     attached = Attached(sp)
