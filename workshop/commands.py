@@ -40,8 +40,9 @@ SPARSE = (
 
 HYBRID = (
     "Times the gated delta rule over a split sequence, forward and backward: an all-to-all over heads, an all-gather "
-    "of every rank's state, and ours. --pressures sets the link rate as in `bench sparse`. The report ends with the "
-    "claims. Writes hybrid.json and hybrid.txt."
+    "of every rank's state, and ours. For up to 8,192 tokens, also a stack of three such layers and one of causal "
+    "attention, whose heads both others exchange. --pressures sets the link rate as in `bench sparse`. The report ends "
+    "with the claims. Writes hybrid.json and hybrid.txt."
 )
 
 LATENTS = (

@@ -370,6 +370,9 @@ def test_torch_must_not_abort_transfers_and_go_on(name, monkeypatch):
         ("u4/1x2", [32, 8], 8),
         ("1x2/1x4", [8, 8], 16),
         ("u4/1x2,groups=2", [8, 8], 16),
+        ("1x8,channels=16", [16], 16),
+        ("u4/1x2,channels=24", [32, 24], 24),
+        ("1x2/1x4,channels=8/16", [8, 16], 24),
     ],
 )
 def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels, margin, monkeypatch):

@@ -342,6 +342,20 @@ def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
         assert kept == 0 or kept < 1.1 * (sizes.nbytes("q") + sizes.nbytes("kv"))
 
 
+@pytest.mark.parametrize("plan, columns", [("2x2,keep=all", 2), ("2x2", 2), ("1x4,keep=all", 4), ("4x1", 1), ("u4", 1)])
+def test_gradients_of_a_column_become_the_latents_once(plan, columns, monkeypatch):
+    made, contract = [], latents.LatentKernel._contract
+    monkeypatch.setattr(latents.LatentKernel, "_contract", lambda *args: (made.append(args), contract(*args))[1])
+    *inputs, dout = make_inputs(64)
+    truth = one_process(inputs, dout, visible(64, True))
+
+    def on_rank(rank):
+        found, _ = mistakes(startrail.SequenceParallel(plan).sequence(64), inputs, dout, truth, causal=True)
+        return found, len(made)
+
+    assert run_local(on_rank, 4) == [([], columns)] * 4
+
+
 def test_more_columns_than_are_held_expanded():
     """Where rows travel and many columns stay, a column is expanded again for the next row."""
     *inputs, dout = make_inputs(64)

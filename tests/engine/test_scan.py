@@ -23,7 +23,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.transport import process_groups as groups
 from tests import like_nccl
-from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split
+from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split, scan_of
 from tests.helpers import FULL, error_of, worst
 
 PASSES = (SCAN_FORWARD, SCAN_BACKWARD)
@@ -222,11 +222,8 @@ def results_on_rank(case, kind, seed, dtype=torch.float64):
     torch.autograd.grad(out, local, sequence.shard(cotangents[0].to(out.dtype), 1))
     sent = sum(level["bytes"] for level in sp.traffic().values())
     itemsize = torch.promote_types(dtype, torch.float32).itemsize
-    features = batch * states[0, 0].numel()
-    units = batch * shape[0]
-    transition = units * shape[1] ** 2 if "delta" in kind else features
-    call = calls_of(case, features=features, units=units, effect=features + transition)[sp.rank]
-    same_bytes = sent == itemsize // 8 * sum(sum(call.traffic(pass_)) for pass_ in PASSES)
+    call = compile_call(scan_of(case.boundaries, kind, batch, shape, itemsize), case.split, sp.rank)
+    same_bytes = sent == sum(sum(call.traffic(pass_)) for pass_ in PASSES)
     out_again, final = sequence.scan(kernel, *local[:-1], initial_state=local[-1], output_final_state=True, **options)
     shares = [sequence.shard(cotangents[0].to(out.dtype), 1), cotangents[1].to(final.dtype) / sequence.sp.world]
     grads = torch.autograd.grad((out_again, final), local, shares)

@@ -157,6 +157,36 @@ def test_a_sum_is_added_to_that_of_a_peer_and_rounded_once(dtype, added, monkeyp
     assert all(torch.equal(total, expected.to(dtype)) for total in totals)
 
 
+EVERY, HALF_OF_THEM, MIDDLE = (0, 37), (20, 37), (5, 20)
+
+
+@pytest.mark.parametrize("arrived", [0, 1])
+@pytest.mark.parametrize("added", [
+    [], [EVERY], [HALF_OF_THEM], [EVERY, HALF_OF_THEM], [EVERY, MIDDLE, MIDDLE], [MIDDLE, HALF_OF_THEM],
+    [EVERY, *4 * [HALF_OF_THEM]], [EVERY, *7 * [HALF_OF_THEM]], 3 * [EVERY], 4 * [EVERY], 7 * [EVERY],
+])  # fmt: skip
+def test_a_sum_is_written_to_its_place_and_rounded_once(added, arrived, monkeypatch):
+    """Whole numbers, whose sums float32 holds exactly and float16 rounds: to the bit as the exact sum."""
+    shape, stored = (1, 2, 37, 20), []
+
+    def numbers():
+        return torch.randint(-2000, 2000, shape).to(torch.float16)
+
+    grads, others = [numbers() for _ in added], [numbers().float() for _ in range(arrived)]
+    exact = sum(others, torch.zeros(shape, dtype=torch.float64))
+    for (start, stop), grad in zip(added, grads, strict=True):
+        exact[:, :, start:stop] += grad[:, :, start:stop]
+    for is_fused in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(accumulate, "fused_on", lambda device, is_fused=is_fused: fused if is_fused else None)
+            ours, target = Sum(shape, torch.float32, DEVICE), torch.empty(shape, dtype=torch.float16)
+            for (start, stop), grad in zip(added, grads, strict=True):
+                ours.add(grad[:, :, start:stop].clone(), slice(start, stop), donated=True)
+            ours.store(target, others)
+        stored.append(target)
+    assert torch.equal(stored[0], exact.half()) and torch.equal(stored[1], exact.half())
+
+
 @pytest.mark.parametrize(
     "dtype, wire", [(torch.float32, torch.float16), (torch.float64, torch.float32), (HALF[0],) * 2]
 )

@@ -230,10 +230,30 @@ def find(modeling: ModuleType, name: str) -> Any:
     return modeling
 
 
+def fused_kernel(seam: Any, x: Tensor) -> Callable[..., Any] | None:
+    """The kernel of fla or mamba-ssm that a seam calls for tensors such as x, or None. One of the hub replaces the
+    seam's forward pass; one of an installed package is in the closure of its function."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    if isinstance(seam, nn.Module) and seam.forward.__func__ is not type(seam).forward:
+        found: Callable[..., Any] = seam
+        return found
+    closure = inspect.getclosurevars(_function_of(seam)).nonlocals
+    return closure.get("implementation") if closure.get("is_new_implementation") else None
+
+
+def _function_of(seam: Any) -> Callable[..., Any]:
+    """If the ``kernels`` library is installed, it has made each seam a module around its function."""
+    found: Callable[..., Any] = seam
+    if isinstance(seam, nn.Module):
+        found = inspect.getclosurevars(type(seam).forward).nonlocals["func"]
+    return found
+
+
 def computes(modeling: ModuleType, name: str) -> bool:
-    """True if a seam of this modeling file computes what startrail does in its place. It is called with made-up
-    numbers: in another version of transformers it may have become something else."""
-    return _computes(modeling, name, inspect.unwrap(find(modeling, name)))
+    """True if a seam of this modeling file computes what startrail does in its place. Its function of torch operations
+    is called with made-up numbers: in another version of transformers it may have become something else."""
+    return _computes(modeling, name, inspect.unwrap(_function_of(find(modeling, name))))
 
 
 @functools.cache

@@ -98,8 +98,8 @@ class LinkLevel:
     """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
     devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
     every other device of the level. ``under_compute``: what transfers reach that leave most multiprocessors to
-    attention (``transport.process_groups``: 8 channels, not 32); 0 if that is all. ``socket``: bytes/s that a core
-    moves over this level, on both sides; 0 if the hardware does it."""
+    attention (8 channels, not 32, unless the plan has more); 0 if that is all. ``socket``: bytes/s that a core moves
+    over this level, on both sides; 0 if the hardware does it."""
 
     name: str
     size: int
