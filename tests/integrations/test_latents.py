@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import startrail
 from startrail.diagnostics.observe import Observed, recorded_attention
+from startrail.diagnostics.verify import verify
 from startrail.integrations import latents, survey
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.launch.local import run_local
@@ -129,6 +130,19 @@ def test_latents_are_sent_unless_turned_off_or_replaced():
         )
         assert sent["latents"][1] == 3 * latent, "verify counts both passes"
         assert max(losses.values()) - min(losses.values()) < 1e-5
+
+
+def test_verify_compares_what_a_job_runs():
+    """Not expanded keys, which a layer sends that is observed by hooks of its own."""
+
+    def make():
+        ids = tokens(1, 64)
+        return model_of("deepseek_v3", torch.float32), dict(input_ids=ids, labels=ids)
+
+    with warnings.catch_warnings():  # the ranks are forked, and inherit it
+        warnings.filterwarnings("error", f".*{latents.INSTEAD}")
+        verdict = verify(make, ranks=2)
+    assert verdict.same, verdict.text
 
 
 def test_compiled_and_recomputed_layers():
