@@ -12,10 +12,12 @@ import torch
 import startrail
 from startrail import _compat
 from startrail.agreement.timing import TIMING
+from startrail.engine import attention
+from startrail.kernels import CpuKernel
 from startrail.launch.local import run_local
 from startrail.transport import process_groups as groups
 from tests import like_nccl
-from tests.helpers import FULL, error_of, qkv
+from tests.helpers import FULL, dense, error_of, qkv, tensors, worst
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,39 @@ def test_a_rank_that_gave_up_keeps_a_step_that_another_has_seen_complete():
         return text
 
     assert run_local(on_rank, 2, deadline=60) == ["no error"] * 2
+
+
+class Stuck(CpuKernel):
+    """Its first block of a pass takes ``seconds``, once they are set."""
+
+    seconds = 0
+
+    def forward(self, *arguments):
+        seconds, Stuck.seconds = Stuck.seconds, 0
+        time.sleep(seconds)
+        return super().forward(*arguments)
+
+
+def test_a_pass_that_has_completed_with_stale_bytes_is_dropped(monkeypatch):
+    """Rank 2 is stuck in the middle of a pass. Rank 0 gives up on it, which completes rank 1's transfer from rank 0 with
+    what its buffer held: its results are wrong, and nothing but the check says so."""
+    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype, *_: Stuck(dtype))
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=1 if rank == 0 else 20)
+        sequence = sp.sequence(48)
+        sequence.attention(*qkv())
+        sp.check()
+        Stuck.seconds = 4 if rank == 2 else 0
+        whole, outs = tensors(48), []
+        text = error_of(lambda: outs.append(sequence.attention(*(sequence.shard(x, 2) for x in whole[:3]))))
+        truth = sequence.shard(dense(*whole)[0], 2)
+        return text, [worst([out], [truth]) for out in outs], error_of(sp.check)
+
+    (gave_up, *_), (text, (error,), checked), _ = run_local(on_rank, 3, deadline=60)
+    assert gave_up.startswith("PeerError: ") and text == "no error"
+    assert 1e-3 < error < 100, "wrong, but finite"
+    assert checked.startswith("PeerError: global rank 1: nothing computed since the last check may be used"), checked
 
 
 def test_checks_leave_no_keys():
