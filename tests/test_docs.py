@@ -85,6 +85,14 @@ def test_commands_of_the_readme_run(tmp_path, capsys, monkeypatch):
     assert "ok: exact" in capsys.readouterr().out
 
 
+def test_the_readmes_drawing_is_what_show_draws(tmp_path):
+    assert main(["show", "1x2/1x4", "--scan", "--svg", str(tmp_path / "scan.svg")]) == 0
+    drawn = (tmp_path / "scan.svg").read_text()
+    assert drawn == (ROOT / "docs/images/scan.svg").read_text(), (
+        "startrail show 1x2/1x4 --scan --svg docs/images/scan.svg"
+    )
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
