@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from startrail._compat import not_compiled
-from startrail.engine.arguments import is_int
+from startrail.engine.arguments import check_tangents, is_int
 from startrail.engine.halo import prepared_halo
 from startrail.engine.scan import StateType, prepared_scan
 from startrail.geometry.layout import Runs, cut_at_documents
@@ -220,6 +220,7 @@ def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     _check_tokens(sequence, x, dim)
+    check_tangents("a halo", x)
     return dim % x.dim()
 
 

@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
-from startrail.engine.arguments import AttentionCall, LatentShapes, read_call, read_latent_call, read_mask, shapes_of
+from startrail.engine.arguments import (
+    AttentionCall,
+    LatentShapes,
+    check_tangents,
+    read_call,
+    read_latent_call,
+    read_mask,
+    shapes_of,
+)
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
 from startrail.engine.latents import expand
@@ -404,7 +411,7 @@ class Sequence:
     def _reading(self, *tensors: Tensor) -> Iterator[None]:
         """A ``ValueError`` while a call's arguments are read is raised on all ranks."""
         try:
-            _check_tangents(*tensors)
+            check_tangents("attention", *tensors)
             yield
         except ValueError as error:
             self.sp._session.refuse(str(error), self._state.op_key)
@@ -494,13 +501,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _check_tangents(*tensors: object) -> None:
-    if not torch.compiler.is_compiling() and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
-        raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
         if not list(find_outliers(everyone)):
             break
     progress("done", 1.0)
-    about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
+    about = device_name(device), memory_of(device, machine.ranks_per_node), device.type == "cuda"
     return describe(machine, everyone, *about)
 
 
