@@ -150,7 +150,7 @@ def _scan(
     call = " ".join([name, *stated, *(key for key, value in flags.items() if value)])
     recurrence = on_all_ranks(sequence, prepare)
     batch, _, *shape = recurrence.shape
-    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.matrix)
+    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.moves)
     part = prepared_scan(sequence.sp._session, sequence._state.batch, state, call).part
     entering = None
     if initial_state is not None:
@@ -179,7 +179,8 @@ def _carried(
     runs where they do."""
     carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
     if not part.is_alone:
-        given = recurrence.transition, recurrence.contribution, entering
+        transition = recurrence.transition.expand(*recurrence.shape[:3], *recurrence.moves)
+        given = transition, recurrence.contribution, entering
         inputs = [x if x is None else x.transpose(0, 1) for x in given]
         before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
         return recurrence.outputs(before.transpose(0, 1)), after
@@ -188,8 +189,7 @@ def _carried(
     if not sequence.local:
         states = _Tied.apply(states, *tensors)
     states = states.transpose(0, 1)
-    moves = (*states.shape[:-1], states.shape[-2]) if recurrence.matrix else states.shape
-    nothing = states.new_zeros(()).expand(moves)
+    nothing = states.new_zeros(()).expand(*states.shape[:3], *recurrence.moves)
     before, after, _ = carry(nothing, states, None, recurrence.matrix, kernel=call[0], gradients=call[1])
     return _Tied.apply(out, before), after
 

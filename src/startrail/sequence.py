@@ -376,9 +376,10 @@ class Sequence:
         values latent W_v, which travel as latents and are expanded where they are used.
 
         q: (batch, heads, local tokens, key dim + rope dim). latent: (batch, local tokens, rank), after its norm.
-        k_rope: (batch, local tokens, rope dim), after rotary embeddings, shared by all heads. w_k: (heads, key dim,
-        rank) and w_v: (heads, value dim, rank), as ``nn.Linear`` has them. Options and results are those of
-        ``attention``. The gradients of w_k and w_v are this rank's share: sum them over ranks like any weight's.
+        k_rope: (batch, local tokens, rope dim), after rotary embeddings, shared by all heads; rope dim may be 0. w_k:
+        (heads, key dim, rank) and w_v: (heads, value dim, rank), as ``nn.Linear`` has them. Options and results are
+        those of ``attention``. The gradients of w_k and w_v are this rank's share: sum them over ranks like any
+        weight's.
 
         >>> from startrail import SequenceParallel
         >>> sequence = SequenceParallel("1x1").sequence(5)

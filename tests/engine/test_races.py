@@ -121,10 +121,10 @@ def of_scans(trace, sp, case, matrix=False):
     """Scans as their ops know them: what each run does to a state."""
     sequence = sp.sequence(races.LENGTH, case.documents)
     own = sequence._state.op_key, sp._name, "kernel"
-    shape = (2, 4, 8, 16) if matrix else (2, 16)
-    kind = StateType(shape, torch.float32, torch.device("meta"), matrix)
+    shape, move = ((2, 4, 8, 16), (8, 8)) if matrix else ((2, 16), ())
+    kind = StateType(shape, torch.float32, torch.device("meta"), move)
     runs = len(prepared_scan(sp._session, sequence._state.batch, kind, "kernel").part.runs)
-    shapes = [(runs, 2, 4, 8, 8) if matrix else (runs, *shape), *3 * [(runs, *shape)]]
+    shapes = [(runs, *shape[:2], *move), *3 * [(runs, *shape)]]
     moves, adds, before, after = (x.detach() for x in new(trace, *shapes, dtype=torch.float32))
     *states, number = torch.ops.startrail.carry_states(moves, adds, None, matrix, *own, True)
     trace.launch("the model", states, [adds])

@@ -101,7 +101,7 @@ class AroundDeltaRule(Recurrence):
 class AroundMamba2(Recurrence):
     """The kernel takes one run at a time: states of several can not be given to it."""
 
-    matrix = False
+    matrix, moves = False, (1, 1)
 
     def __init__(
         self, kernel: Callable[..., Any], tensors: Sequence[Tensor], chunk_size: int, lengths: Sequence[int]

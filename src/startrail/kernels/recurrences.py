@@ -59,6 +59,10 @@ class HeadRecurrence(Recurrence):
         _, batch, *heads, rows, columns = adds.shape
         self.shape, self.dtype = (batch, chunks.runs, prod(heads), rows, columns), adds.dtype
 
+    @property
+    def moves(self) -> tuple[int, ...]:
+        return tuple(self._moves.shape[-2:])
+
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         before, after = self._from_zero if state is None else self._carry(self._sorted(state))
         return self._outputs(before), self._unsorted(after)

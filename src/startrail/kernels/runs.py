@@ -28,12 +28,17 @@ CHUNK = 64  # tokens
 
 class Recurrence(ABC):
     """Some runs of tokens, as a function of the state before each. ``matrix`` says whether a ``transition`` is a matrix
-    for each head, or multiplies the state elementwise. ``shape`` is that of the states, (batch, runs, ...), ``dtype``
-    theirs."""
+    for each head, or multiplies the state elementwise. ``shape`` is that of the states, (batch, runs, heads, ...),
+    ``dtype`` theirs."""
 
     matrix: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """The shape of a head's transition: (1, 1) if it is one number."""
+        return (*self.shape[3:-1], self.shape[-2]) if self.matrix else self.shape[3:]
 
     @abstractmethod
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
