@@ -81,9 +81,11 @@ exits: setup           ## 200 processes of examples and training end on a loaded
 chaos: setup           ## a training run under 64 faults, locally and on an emulated cluster: 10 minutes (FAULTS=n SEED=n)
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),64) --seed $(or $(SEED),0)
 
-bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (25 minutes, and 13 for sparse masks)
+bench: setup-bench     ## all contenders on emulated clusters: report/report.html, 25 minutes; then sparse masks, recurrences, latents
 	$(BIN)/startrail bench --out report
 	$(BIN)/startrail bench sparse --out report
+	$(BIN)/startrail bench hybrid --out report
+	$(BIN)/startrail bench latents --out report
 
 bench-quick: setup-bench ## the same on 4 nodes of 4 ranks only (3 minutes)
 	$(BIN)/startrail bench --quick --out report

@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from workshop.report.findings import Line, lines_of
 from workshop.report.hybrid import HEADS, by_trial
@@ -39,7 +39,7 @@ VALIDATED = {
     "lab": [*MEASURED, "src/startrail/planner/simulator.py", "src/startrail/planner/pricing.py"],
     "hardware": ["src/startrail/planner", "validation/hardware"],
 }
-BY_HAND = ("docs/log.md", "docs/earlier-results.md")  # they name the commits that they are about
+BY_HAND = ("docs/log.md",)  # it names the commits that it is about
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:x\b(?! \d)|%|ms\b|us\b|[KMG]i?B\b|[TGM]FLOP|s\b|seconds|minutes|times\b)")
 OUTSIDE = ("the paper", "shared/HARDWARE", "arithmetic", "option")  # sources that are not files
 
@@ -63,6 +63,8 @@ REMEDIES = {
     ],
 }
 
+HEADLINE_AT = "4x8", 24.0  # machine, and how many times as long as it computes Ring Attention communicates
+
 Json = dict[str, Any]
 
 
@@ -81,69 +83,69 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(name: str) -> str:
-    meta = recorded(name)["meta"]
-    return (
-        f"Measured on {meta['date'][:10]} at {meta['commit'][:10]} with torch {meta['torch']} (`results/{name}.json`)."
+def source(*names: str) -> str:
+    """When, and at which commit, these results were measured; those of one commit together."""
+    runs: dict[str, list[str]] = {}
+    for name in names:
+        meta = recorded(name)["meta"]
+        runs.setdefault((meta["date"][:10], meta["commit"][:10], meta["torch"]), []).append(f"`results/{name}.json`")
+    parts = (
+        f"on {date} at {commit} with torch {torch} ({', '.join(of)})" for (date, commit, torch), of in runs.items()
     )
+    return textwrap.fill(f"Measured {'; '.join(parts)}.", 120)
 
 
 # --- blocks
 
 
 def headline() -> str:
-    """Sparse masks on 4 nodes of 8 ranks and slow links: ours, and the fastest of the other libraries."""
-    rows = []
-    for (machine, pressure, work), of_trial in _sparse_trials():
-        if machine == "4x8" and pressure == 24.0:
-            seconds = {row.contender: row.seconds for row in of_trial if row.seconds}
-            others = {name: s for name, s in seconds.items() if name not in (SPARSE, RING, DENSE)}
-            speed = {name: f"{seconds[RING] / s:.1f}x" for name, s in seconds.items()}
-            other = min(others, key=lambda name: others[name])
-            rows.append([work, f"**{speed[SPARSE]}**", speed[DENSE], f"{other} {speed[other]}"])
-    heads = ["mask, 4 nodes of 8 ranks", "startrail", "our best plan for dense masks", "fastest other library"]
-    return f"{table(heads, rows)}\n\n{source('sparse')}"
+    """Slow links at 4 nodes of 8 ranks: ours over the fastest of the others, and over Ring Attention where it ran."""
+    rows = [_against(*row) for row in (*_dense_rows(), *_sparse_rows(), *_hybrid_rows(), *_latent_rows())]
+    heads = ["4 nodes of 8 ranks", "speed over the fastest other way", "which is", "over Ring Attention"]
+    return f"{table(heads, rows)}\n\n{source('dense', 'sparse', 'hybrid', 'latents')}"
 
 
-def layers() -> str:
-    """Layers other than plain attention on slow links, at 4 nodes of 8 ranks: seconds and bytes off a node."""
-    rows = []
-    of_hybrid = by_trial(SparseRow(**row) for row in recorded("hybrid")["rows"])
-    for (machine, pressure, work), found in of_hybrid.items():
-        if (machine, pressure) == ("4x8", 24.0):
-            ours, others = found[SPARSE], [row for name, row in found.items() if name != SPARSE and row.seconds]
-            other = min(others, key=lambda row: row.seconds or 0.0)
-            rows.append([f"gated delta rule, {work}", *_faster(ours, other, other.contender)])
-    trial = [row for row in recorded("latents")["rows"] if row["pressure"] == 24.0]
-    chosen = next(row for row in trial if row["chosen"])
-    best = min((row for row in trial if row["sends"] != "latents"), key=lambda row: row["seconds"])
-    ours, other = (Timed(row["seconds"], row["node_bytes"]) for row in (chosen, best))
-    rows.append(["latent attention", *_faster(ours, other, f"keys and values, `{best['plan']}`")])
-    heads = ["layer, 4 nodes of 8 ranks", "startrail", "bytes off a node", "fastest of the other ways"]
-    return f"{table(heads, rows)}\n\n{source('hybrid')} {source('latents')}"
+Seconds = Mapping[str, float]  # by contender
 
 
-class Timed(NamedTuple):
-    seconds: float | None
-    node_bytes: float
+def _against(work: str, ours: float, others: Seconds, ring: float | None) -> list[str]:
+    """
+    >>> _against("window", 1.0, {"a": 2.0, "b": 3.0}, 9.0)
+    ['window', '**2.0x**', 'a', '9.0x']
+    """
+    other = min(others, key=lambda name: others[name])
+    return [work, f"**{others[other] / ours:.1f}x**", other, f"{ring / ours:.1f}x" if ring else ""]
 
 
-def _faster(ours: Timed | SparseRow, other: Timed | SparseRow, name: str) -> list[str]:
-    assert ours.seconds and other.seconds
-    less = f"{other.node_bytes / ours.node_bytes:.1f}x fewer"
-    return [f"**{other.seconds / ours.seconds:.1f}x**", less, name]
-
-
-def nodes() -> str:
-    """Dense causal masks on slow links: one row per number of nodes."""
-    rows = []
+def _dense_rows() -> Iterator[tuple[str, float, Seconds, float]]:
     for trial in _dense_trials():
-        if trial["work"]["causal"] and trial["pressure"] == 24.0 and trial["nodes"] * trial["ranks_per_node"] == 32:
+        if trial["work"]["causal"] and (trial["machine"], trial["pressure"]) == HEADLINE_AT:
             lines = lines_of(trial)
-            ours, other = _fastest(lines, OURS), _fastest(lines, ("peer",))
-            machine = f"{trial['nodes']} nodes of {trial['ranks_per_node']} ranks"
-            rows.append([machine, f"**{ours.against_ring:.1f}x**", f"{other.name} {other.against_ring:.1f}x"])
-    return f"{table(['dense causal mask', 'startrail', 'fastest other library'], rows)}\n\n{source('dense')}"
+            others = {line.name: line.seconds for line in lines if line.role == "peer"}
+            yield "dense causal mask", _fastest(lines, OURS).seconds, others, _fastest(lines, ("ring",)).seconds
+
+
+def _sparse_rows() -> Iterator[tuple[str, float, Seconds, float]]:
+    for (machine, pressure, work), rows in _sparse_trials():
+        if (machine, pressure) == HEADLINE_AT:
+            seconds = {row.contender: row.seconds for row in rows if row.seconds}
+            others = {name: s for name, s in seconds.items() if name not in (SPARSE, RING, DENSE)}
+            yield work, seconds[SPARSE], others, seconds[RING]
+
+
+def _hybrid_rows() -> Iterator[tuple[str, float, Seconds, None]]:
+    names = {"8,192 tokens": "gated delta rule", "stack, 8,192 tokens": "hybrid stack, 3 such layers and 1 full"}
+    for (machine, pressure, work), found in by_trial(SparseRow(**row) for row in recorded("hybrid")["rows"]).items():
+        if (machine, pressure) == HEADLINE_AT and work in names:
+            seconds = {name: row.seconds for name, row in found.items() if row.seconds}
+            yield names[work], seconds.pop(SPARSE), seconds, None
+
+
+def _latent_rows() -> Iterator[tuple[str, float, Seconds, float]]:
+    rows = [row for row in recorded("latents")["rows"] if (row["machine"], row["pressure"]) == HEADLINE_AT]
+    keys = {row["plan"]: row["seconds"] for row in rows if row["sends"] != "latents"}
+    chosen = next(row["seconds"] for row in rows if row["chosen"])
+    yield "latent attention", chosen, {"our best plan for keys and values": min(keys.values())}, keys["1x32"]
 
 
 def dense() -> str:
@@ -214,7 +216,8 @@ def _hybrid_cell(found: Mapping[str, SparseRow], name: str) -> str:
 
 def latents() -> str:
     """Latents and expanded keys, one table per pressure: the planner's choice in bold."""
-    parts, rows = [], recorded("latents")["rows"]
+    found = recorded("latents")
+    parts, rows, stated = [], found["rows"], dict(text.split("=", 1) for text in found["meta"]["arguments"])
     for pressure in dict.fromkeys(row["pressure"] for row in rows):
         of = sorted((row for row in rows if row["pressure"] == pressure), key=lambda row: row["seconds"])
         best = min(row["seconds"] for row in of if row["sends"] != "latents")
@@ -230,7 +233,8 @@ def latents() -> str:
             for row in of
         ]
         heads = ["plan", "sends", "s", "x best with expanded keys", "MB off a node", "closed form"]
-        title = f"{of[0]['machine']}, a ring of expanded keys at {pressure:g}x its compute:"
+        of_trial = f"{of[0]['machine']}, {int(stated['length']):,} tokens"
+        title = f"{of_trial}, a ring of expanded keys at {pressure:g}x its compute:"
         parts.append(f"{title}\n\n{table(heads, body)}")
     return "\n\n".join([*parts, source("latents")])
 
@@ -315,17 +319,12 @@ def _findings(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f
-    for f in (headline, layers, nodes, dense, training, sparse, hybrid, latents, engine, memory, groups, lab, hardware)
+    f.__name__: f for f in (headline, dense, training, sparse, hybrid, latents, engine, memory, groups, lab, hardware)
 }
 BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
-FILES = {
-    "headline": "sparse",
-    "layers": "hybrid",
-    "nodes": "dense",
-    "training": "dense",
-}  # of blocks with another name than their file
-FILES |= {f"memory_{wall}": "memory" for wall in REMEDIES}
+# Of blocks with other names than their file.
+FILES = {"headline": ("dense", "sparse", "hybrid", "latents"), "training": ("dense",)}
+FILES |= {f"memory_{wall}": ("memory",) for wall in REMEDIES}
 
 
 def _dense_trials() -> Iterator[Json]:
@@ -382,16 +381,16 @@ def _filled(block: str, rendered: str) -> str:
 def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
     if name in VALIDATED:
         file = f"validation/{name}/results.md"
-        commit = _git("log", "-1", "--format=%H", "--", file)
+        commits = {file: _git("log", "-1", "--format=%H", "--", file)}
     else:
-        file = f"results/{FILES.get(name, name)}.json"
-        commit = recorded(FILES.get(name, name))["meta"]["commit"]
-    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *VALIDATED.get(name, MEASURED))
-    if not count:
-        yield f"{file}: commit {commit} is not part of this history"
-    elif int(count) > allowed:
-        where = page.relative_to(ROOT)
-        yield f"{where}: {count} commits changed the measured code since {file}, the page admits {allowed}"
+        commits = {f"results/{file}.json": recorded(file)["meta"]["commit"] for file in FILES.get(name, (name,))}
+    for file, commit in commits.items():
+        count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *VALIDATED.get(name, MEASURED))
+        if not count:
+            yield f"{file}: commit {commit} is not part of this history"
+        elif int(count) > allowed:
+            where = page.relative_to(ROOT)
+            yield f"{where}: {count} commits changed the measured code since {file}, the page admits {allowed}"
 
 
 def _git(*arguments: str) -> str:

@@ -23,10 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.compile.call import compile_call
 from startrail.compile.halo import Halo
-from startrail.compile.scan import Scan
 from startrail.kernels.convolution import causal_conv1d
 from startrail.launch.local import RankError, run_local
-from tests.engine.splits import LAYOUTS, PACKINGS, SplitCase, random_split
+from tests.engine.splits import LAYOUTS, PACKINGS, SplitCase, random_split, scan_of
 from tests.fuzz import _variants
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -179,8 +178,8 @@ def promised_bytes(case: LayerCase, rank: int, gradients: bool) -> int:
             return 0
         problem: Any = Halo(split.boundaries, 1, "", "", case.width - 1, 5 * case.batch, itemsize)
     else:
-        numbers = KINDS[case.kind][0](replace(case, batch=1), 1)[1]
-        problem = Scan(split.boundaries, 1, "", "", case.batch * torch.Size(numbers).numel(), itemsize)
+        shape = KINDS[case.kind][0](replace(case, batch=1), 1)[1]
+        problem = scan_of(split.boundaries, case.kind, case.batch, shape, itemsize)
     call = compile_call(problem, split.split, rank)
     return sum(sum(call.traffic(pass_)) for pass_ in problem.passes[: 1 + gradients])
 

@@ -1,9 +1,10 @@
-"""The files in ``deploy/``: linted, and in agreement with the code and with each other. No image is built here."""
+"""The files in ``deploy/`` and ``uv.lock``: linted, and in agreement with the code. No image is built here."""
 
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,24 @@ def test_the_slurm_job_passes_its_arguments_on(tmp_path):
         called = (tmp_path / "called").read_text().split("\n")
         assert called[called.index("train") + 1 : -1] == [*(arguments or ["gpt-7b"]), "--out", "/shared/runs/long"]
         assert "node1:29500" in called
+
+
+def test_the_lock_file_is_that_of_pyproject_and_names_pypi_only():
+    """After a change of pyproject.toml: ``uv lock --default-index https://pypi.org/simple``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    packages = {package["name"]: package for package in lock["package"]}
+    own = packages.pop("startrail")
+    extras = project["project"]["optional-dependencies"]
+    assert set(own["metadata"]["provides-extras"]) == set(extras)
+    locked = {(each["name"], each.get("specifier", "")) for each in own["metadata"]["requires-dist"]}
+    wanted = [*project["project"]["dependencies"], *(each for of in extras.values() for each in of)]
+    for text in wanted:
+        name, specifier = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;\s]*)", text).groups()
+        assert (name, specifier) in locked, text
+    assert len(wanted) == len(own["metadata"]["requires-dist"])
+    assert {package["source"]["registry"] for package in packages.values()} == {"https://pypi.org/simple"}
+    assert set(re.findall(r'url = "https?://([^/"]+)', (ROOT / "uv.lock").read_text())) == {"files.pythonhosted.org"}
+    torch = f"torch=={packages['torch']['version']}"
+    assert torch in (ROOT / "constraints.txt").read_text().split()
+    assert project["tool"]["uv"]["constraint-dependencies"] == [torch]

@@ -40,8 +40,9 @@ SPARSE = (
 
 HYBRID = (
     "Times the gated delta rule over a split sequence, forward and backward: an all-to-all over heads, an all-gather "
-    "of every rank's state, and ours. --pressures sets the link rate as in `bench sparse`. The report ends with the "
-    "claims. Writes hybrid.json and hybrid.txt."
+    "of every rank's state, and ours. For up to 8,192 tokens, also a stack of three such layers and one of causal "
+    "attention, whose heads both others exchange. --pressures sets the link rate as in `bench sparse`. The report ends "
+    "with the claims. Writes hybrid.json and hybrid.txt."
 )
 
 LATENTS = (
@@ -180,7 +181,7 @@ def _add_latents(benchmarks: Commands) -> None:
     option = command.add_argument
     option("--shape", default="4x8", metavar="NxR", help="nodes x ranks per node (default %(default)s)")
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0, 3.0, 1.0], metavar="X", help="(default 24 8 3 1)")
-    option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--length", type=int, default=16384, help="tokens (default %(default)s)")
     option("--batch", type=int, default=1, help="sequences (default %(default)s)")
     option("--repeats", type=int, default=3, help="at most; slow contenders run fewer (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
     from startrail.sequence import Sequence
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Mask",
     "PackedSampler",

@@ -121,7 +121,7 @@ def of_scans(trace, sp, case):
     """Scans as their ops know them: what each run does to a state."""
     sequence = sp.sequence(races.LENGTH, case.documents)
     own = sequence._state.op_key, sp._name, "kernel"
-    kind = StateType((2, 16), torch.float32, torch.device("meta"))
+    kind = StateType((2, 16), torch.float32, torch.device("meta"), ())
     runs = len(prepared_scan(sp._session, sequence._state.batch, kind, "kernel").part.runs)
     moves, adds, before, after = (x.detach() for x in new(trace, *4 * [(runs, 2, 16)], dtype=torch.float32))
     *states, number = torch.ops.startrail.carry_states(moves, adds, None, False, *own, True)

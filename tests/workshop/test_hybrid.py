@@ -6,7 +6,7 @@ import pytest
 
 from startrail.cli import main
 from workshop import lab
-from workshop.report.hybrid import HEADS, OURS, hybrid_claims, hybrid_table
+from workshop.report.hybrid import HEADS, OURS, by_trial, hybrid_claims, hybrid_table
 from workshop.report.sparse import SparseRow
 
 
@@ -36,8 +36,10 @@ def test_every_contender_is_right(tmp_path):
     assert main(["bench", "hybrid", *options]) == 0
     found = json.loads((tmp_path / "hybrid.json").read_text())
     assert not any(row["problem"] for row in found["rows"])
-    bytes_off_a_node = {row["contender"]: row["node_bytes"] for row in found["rows"]}
-    assert bytes_off_a_node[OURS] < bytes_off_a_node["all-gather of states"] < bytes_off_a_node[HEADS]
+    works = by_trial(SparseRow(**row) for row in found["rows"])
+    assert [work for *_, work in works] == ["256 tokens", "stack, 256 tokens"]
+    for of in works.values():
+        assert of[OURS].node_bytes < of["all-gather of states"].node_bytes < of[HEADS].node_bytes
 
 
 @pytest.mark.parametrize("options", [["--repeats", "0"], ["--shape", "3x1"], ["--lengths", "100"]])

@@ -1,5 +1,5 @@
-"""Contenders for the gated delta rule over a split sequence, all on our kernel. Each entry of ``HYBRID_PEERS`` makes
-one on each rank."""
+"""Contenders for the gated delta rule over a split sequence, and for a stack of three of them and one causal attention,
+all on our kernels. Each entry of ``HYBRID_PEERS`` makes one on each rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel, gated_delta_rule
@@ -16,6 +17,7 @@ from startrail.geometry.layout import contiguous
 from startrail.kernels.runs import carry
 
 Layer = Callable[..., Tensor]  # of q, k, v (batch, tokens, heads, dim), g and beta (batch, tokens, heads)
+RECURRENT = 3  # layers of a stack before its attention, as in Qwen3-Next and Kimi Linear
 
 
 class HybridPeer(NamedTuple):
@@ -23,11 +25,26 @@ class HybridPeer(NamedTuple):
 
     shard: Callable[[Tensor], Tensor]
     layer: Layer
+    attention: Layer  # causal, of q, k, v
+
+    def stack(self, *inputs: Tensor) -> Tensor:
+        return stack(self.layer, self.attention, *inputs)
+
+
+def stack(layer: Layer, attention: Layer, *inputs: Tensor) -> Tensor:
+    """The sum of all layers' outputs."""
+    return torch.stack([*(layer(*inputs) for _ in range(RECURRENT)), attention(*inputs[:3])]).sum(0)
 
 
 def delta_rule(*inputs: Tensor) -> Tensor:
     """One process."""
     return gated_delta_rule(*inputs, normalize=True).run()[0]
+
+
+def attention(*qkv: Tensor) -> Tensor:
+    """One process."""
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 # --- all-to-all over heads, as Megatron does
@@ -55,6 +72,10 @@ def _heads_first(*inputs: Tensor) -> Tensor:
     widths = [x.shape[3] for x in rows]
     *qkv, g, beta = _Exchange.apply(torch.cat(rows, 3), 2, 1).split(widths, 3)
     return _Exchange.apply(delta_rule(*qkv, g.squeeze(3), beta.squeeze(3)), 1, 2)
+
+
+def _attention_heads_first(*qkv: Tensor) -> Tensor:
+    return _Exchange.apply(attention(*_Exchange.apply(torch.cat(qkv, 3), 2, 1).chunk(3, 3)), 1, 2)
 
 
 # --- all-gather of states, as flash-linear-attention does
@@ -97,16 +118,20 @@ def _contiguous(layer: Layer) -> HybridPeer:
         ((start, count),) = contiguous(range(dist.get_world_size()), x.shape[1]).runs(dist.get_rank())
         return x[:, start : start + count].contiguous()
 
-    return HybridPeer(shard, layer)
+    return HybridPeer(shard, layer, _attention_heads_first)
 
 
 # --- ours
 
 
 def _ours(length: int, plan: str) -> HybridPeer:
-    sequence = SequenceParallel(plan).sequence(length)
+    sequence = SequenceParallel(plan, windows=True).sequence(length)  # neighbouring tokens on one node, for any plan
     layer = partial(sequence.scan, gated_delta_rule, normalize=True)
-    return HybridPeer(partial(sequence.shard, dim=1), layer)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return sequence.attention(*(x.transpose(1, 2) for x in qkv), causal=True).transpose(1, 2)
+
+    return HybridPeer(partial(sequence.shard, dim=1), layer, attend)
 
 
 HYBRID_PEERS: dict[str, Callable[[int, str], HybridPeer]] = {

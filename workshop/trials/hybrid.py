@@ -1,4 +1,5 @@
-"""``startrail bench hybrid``: the gated delta rule over a split sequence on emulated clusters, against the peers' ways.
+"""``startrail bench hybrid``: the gated delta rule over a split sequence on emulated clusters, against the peers' ways;
+and a stack of three of them and one causal attention.
 
 Links are those of the benchmark of sparse masks: with a dense mask of 2,816 tokens and these heads, Ring Attention
 communicates so many times as long as it computes. Every contender's results are checked against one process before it
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from startrail.bench.yardstick import Workload, stated
 from startrail.planner.topology import Machine
 from workshop.lab.cluster import Cluster, available
-from workshop.peers.hybrid import HYBRID_PEERS, delta_rule
+from workshop.peers.hybrid import HYBRID_PEERS, HybridPeer, Layer, attention, delta_rule, stack
 from workshop.report.hybrid import hybrid_claims, hybrid_table
 from workshop.report.page import metadata
 from workshop.report.sparse import SparseRow, write_rows
@@ -32,6 +33,7 @@ from workshop.trials.sparse import Found, Timer, results_of, set_links, time_com
 
 HEADS = 32  # one per rank, so that heads can be exchanged
 DENSE_LENGTH = 2816
+STACK_LENGTH = 8192  # at most: attention over more takes minutes
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,15 +50,17 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--lengths {ragged[0]} is not a multiple of {2 * machine.world}, as the peers need")
     torch.set_num_threads(1)
     started, rows, tables = time.time(), [], []
-    data = {length: _Data(length, options.head_dim) for length in options.lengths}
+    stacks = [length for length in options.lengths if length <= STACK_LENGTH]
+    works = [_Work(length, options.head_dim, False) for length in options.lengths]
+    works += [_Work(length, options.head_dim, True) for length in stacks]
     with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit") as cluster:
         seconds = max(cluster.call(partial(time_compute, DENSE_LENGTH, HEADS, options.head_dim)))
         dense = Workload(DENSE_LENGTH, HEADS, HEADS, options.head_dim, causal=True)
         for pressure in options.pressures:
             rate = rate_for(ring_bytes(machine, dense), seconds, pressure)
-            for length, of_length in data.items():
-                found = _trial(cluster, machine, of_length, rate, options.repeats)
-                rows += (of_trial := _rows(found, machine, pressure, f"{length:,} tokens", rate))
+            for work in works:
+                found = _trial(cluster, machine, work, rate, options.repeats)
+                rows += (of_trial := _rows(found, machine, pressure, work.name, rate))
                 tables.append(hybrid_table(of_trial))
                 print(tables[-1], flush=True)
     tables.append(hybrid_claims(rows))
@@ -64,22 +68,35 @@ def run(options: argparse.Namespace) -> int:
     return int(any(row.problem for row in rows))
 
 
-class _Data:
-    """Inputs, cotangent, and the results of one process, shared with the forked ranks."""
+class _Work:
+    """A layer or a stack: inputs, cotangent, and the results of one process, shared with the forked ranks."""
 
-    def __init__(self, length: int, dim: int) -> None:
-        self.length, generator = length, torch.Generator().manual_seed(0)
+    def __init__(self, length: int, dim: int, stacked: bool) -> None:
+        self.length, self.stacked, generator = length, stacked, torch.Generator().manual_seed(0)
         q, k, v, dout = torch.randn(4, 1, length, HEADS, dim, generator=generator)
         g, beta = torch.rand(2, 1, length, HEADS, generator=generator)
         self.inputs = [q, k, v, -0.1 * g, beta, dout]
-        self.answers = results_of(delta_rule, self.inputs)
+        self.answers = results_of(partial(stack, delta_rule, attention) if stacked else delta_rule, self.inputs)
+
+    @property
+    def name(self) -> str:
+        return f"{'stack, ' if self.stacked else ''}{self.length:,} tokens"
+
+    def plan(self, machine: Machine) -> str:
+        """Of ours. On slow links, attention decides that a stack's heads go over the nodes."""
+        nodes, ranks = machine.nodes, machine.ranks_per_node
+        if not self.stacked:
+            return f"1x{nodes}/1x{ranks}"
+        return f"u{nodes}/u2/1x{ranks // 2},keep=all,groups=2" if ranks % 2 == 0 else f"u{nodes}/1x{ranks}"
+
+    def layer_of(self, peer: HybridPeer) -> Layer:
+        return peer.stack if self.stacked else peer.layer
 
 
-def _trial(cluster: Cluster, machine: Machine, data: _Data, rate: int, repeats: int) -> list[dict[str, Found]]:
+def _trial(cluster: Cluster, machine: Machine, work: _Work, rate: int, repeats: int) -> list[dict[str, Found]]:
     set_links(cluster, machine, FAST_RATE)
     checked, limited = Event(), Event()
-    plan = f"1x{machine.nodes}/1x{machine.ranks_per_node}"
-    job = cluster.fork(partial(_measure, data, plan, repeats, checked, limited), deadline=900)
+    job = cluster.fork(partial(_measure, work, work.plan(machine), repeats, checked, limited), deadline=900)
     checked.wait(300)  # results are checked on fast links
     set_links(cluster, machine, rate)
     limited.set()
@@ -87,17 +104,17 @@ def _trial(cluster: Cluster, machine: Machine, data: _Data, rate: int, repeats: 
     return found
 
 
-def _measure(data: _Data, plan: str, repeats: int, checked: Any, limited: Any, rank: int) -> dict[str, Found]:
+def _measure(work: _Work, plan: str, repeats: int, checked: Any, limited: Any, rank: int) -> dict[str, Found]:
     found: dict[str, Found] = {}
     timers: dict[str, Timer] = {}
     for name, make in HYBRID_PEERS.items():
-        found[name], peer = Found(), make(data.length, plan)
-        inputs = [peer.shard(x) for x in data.inputs]
-        for result, answer in zip(results_of(peer.layer, inputs), data.answers, strict=True):
+        found[name], peer = Found(), make(work.length, plan)
+        inputs, layer = [peer.shard(x) for x in work.inputs], work.layer_of(peer)
+        for result, answer in zip(results_of(layer, inputs), work.answers, strict=True):
             want = peer.shard(answer)
             if not torch.allclose(result, want, rtol=1e-3, atol=1e-4 * answer.abs().max().item()):
                 found[name].problem = f"wrong by up to {(result - want).abs().max().item():.1e}"
-        timers[name] = Timer(peer.layer, inputs, repeats)
+        timers[name] = Timer(layer, inputs, repeats)
     dist.barrier()
     if rank == 0:
         checked.set()

@@ -27,6 +27,13 @@ LAYERS = 4  # enough for all kinds of layers of most models; a model that refuse
 SETTINGS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "rope_theta": 5e5},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "d_model": 64,
+        "n_heads": 4,
+    },
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -40,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{f"indexer_{key}": 1 for key in ("n_heads", "kv_heads", "budget", "compress_ratio")},
         "indexer_head_dim": 256,
     },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
 }
 MANY_WEIGHTS = 50_000_000
 # Sizes of a model that is made on the CPU, because its layers read values, which the meta device does not have.
@@ -126,7 +135,7 @@ def _model_of(config: Any, small: bool) -> Any:
         if hasattr(text, option):
             setattr(text, option, 0.0)  # depends on the recipe, not on the family
     for option, size in SMALL.items():
-        if small and getattr(text, option, None) is not None:
+        if small and isinstance(given := getattr(text, option, None), int) and given > 0:  # XLNet has -1 for no limit
             setattr(text, option, size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # the dtype that all kernels support
