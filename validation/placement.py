@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.explain import work_by_rank
 from startrail.compile.problem import Split
 from startrail.geometry.distributions import document_lengths
-from startrail.geometry.layout import Layout, cut_at_documents
+from startrail.geometry.layout import Runs, cut_at_documents
 from startrail.schedule.plan import Plan
 
 HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ HEADS, HEAD_DIM = 32, 128
 class Figures(NamedTuple):
     """``outer`` and ``inner``: bytes between nodes and inside them, over those of a ring over all ranks (keys, and keys
     and their gradients in the backward pass, brought into each node or rank once). ``work`` and ``tokens`` of the
-    busiest rank over the mean, and the ``shortest`` piece of a document that is cut."""
+    busiest rank over the mean, and the ``shortest`` piece of a document that is cut, as kernels compute it."""
 
     outer: float
     inner: float
@@ -44,20 +45,22 @@ def batch(kind: str, nodes: int, tokens: int, seed: int) -> tuple[int, ...]:
     return (0, *accumulate(document_lengths(kind, nodes * RANKS * tokens, seed)))
 
 
-def measure(documents: tuple[int, ...], nodes: int) -> Figures:
+def measure(documents: tuple[int, ...], nodes: int, plan: str = "") -> Figures:
     world, length = nodes * RANKS, documents[-1]
-    split = Split(Plan.parse(f"u{nodes}/1x{RANKS}" if nodes > 1 else f"1x{RANKS}"), world)
+    split = Split(Plan.parse(plan or (f"u{nodes}/1x{RANKS}" if nodes > 1 else f"1x{RANKS}")), world)
     problem = Attention.of(length, 1, HEADS, HEADS, HEAD_DIM, causal=True, documents=documents)
     layout = split.layout_of(problem.boundaries)
+    parts = [problem.part(split, layout, zone) for zone in layout.zones]
     sent = [0.0, 0.0]
-    for zone in layout.zones:
-        for level, nbytes in enumerate(reversed(_sent(problem.part(split, layout, zone)))):
+    for part in parts:
+        for level, nbytes in enumerate(reversed(_sent(part))):
             sent[level] += nbytes
     ring = 3 * 2 * HEADS * HEAD_DIM * 2 * length  # every token once: keys, keys again and gradients, in bfloat16
     work = work_by_rank(layout, documents)
     return Figures(
         sent[1] / (ring * (nodes - 1)) if nodes > 1 else 0.0, sent[0] / (ring * nodes * (RANKS - 1)),
-        max(work) * world / sum(work), layout.largest * world / length, shortest_piece(layout, documents),
+        max(work) * world / sum(work), layout.largest * world / length,
+        shortest_piece((part.runs_of(shard) for part in parts for shard in range(part.place.num_shards)), documents),
     )  # fmt: skip
 
 
@@ -67,11 +70,12 @@ def _sent(part: AttentionPart) -> tuple[int, ...]:
     return sent
 
 
-def shortest_piece(layout: Layout, documents: tuple[int, ...]) -> int:
-    """Of documents that are cut; 0 if none is."""
+def shortest_piece(shards: Iterable[Runs], documents: tuple[int, ...]) -> int:
+    """Of documents that are cut; 0 if none is. A shard is what a kernel computes at once: the tokens of a rank, or of
+    all ranks that exchange its heads."""
     pieces = []
-    for rank in range(layout.world):
-        for start, count in cut_at_documents(layout.runs(rank), documents):
+    for runs in shards:
+        for start, count in cut_at_documents(runs, documents):
             number = bisect_right(documents, start)
             if count < documents[number] - documents[number - 1]:
                 pieces.append(count)
@@ -98,8 +102,10 @@ def main() -> int:
     lines = [
         "# Where packed documents go", "",
         "`python -m validation.placement`: bytes between nodes and inside them as a share of a ring's over all ranks,",
-        f"the mean of {SEEDS} batches; work and tokens of the busiest rank over the mean, and the shortest piece of a "
-        "cut", "document, the worst of them. Plans are `uK/1x8`, with as many KV heads as query heads.", "",
+        f"the mean of {SEEDS} batches; work and tokens of the busiest rank over the mean, and the shortest piece of a",
+        "cut document that a kernel computes (those of ranks that exchange heads are computed together), the worst of",
+        "them. Plans are `uK/1x8`, with as many KV heads as query heads. One document over all ranks sends 33.5 %",
+        "between 4 nodes and 16.8 % between 8; with plans `1xK/1x8`, 100 %.", "",
         "| documents | before: between | inside | work | tokens | piece | now | inside | work | tokens | piece |",
         "| --- |" + " ---: |" * 10,
     ]  # fmt: skip

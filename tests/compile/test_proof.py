@@ -90,33 +90,55 @@ def test_placed_batches_are_proven(text):
         assert any(problem.part(split, split.layout_of(problem.boundaries), zone).demand for zone in zones)
 
 
-def test_tokens_cross_a_link_once():
+def entering(owned, needed, size):
+    """Tokens that enter a subtree of ``size`` ranks from outside, each counted once per subtree, summed over all."""
+    total = 0
+    for first in range(0, len(owned), size):
+        inside = slice(first, first + size)
+        held, wanted = (
+            {t for runs in of_ranks[inside] for start, count in runs for t in range(start, start + count)}
+            for of_ranks in (owned, needed)
+        )
+        total += len(wanted - held)
+    return total
+
+
+def check_each_token_crosses_once(demand, owned, needed, sizes):
     """The closed form by sets: a subtree gets each token that its ranks need from outside exactly once, and its parts
     get from each other what they need and did not get from outside."""
+    inside = [entering(owned, needed, prod(sizes[level:])) for level in range(len(sizes) + 1)]
+    assert demand.tokens_by_level() == tuple(b - a for a, b in pairwise(inside))
+
+
+def test_tokens_cross_a_link_once():
     for text in ("1x2/1x4", "u2/2x2/u2", "1x4/1x4"):
         plan = Plan.parse(text)
         problem, split = Attention.of(300, 1, 16, 16, 4, causal=True, window=60), Split(plan, world_of(plan))
-        layout, mask, sizes = split.layout_of(problem.boundaries), problem.mask, plan.sizes(world_of(plan))
+        layout, sizes = split.layout_of(problem.boundaries), plan.sizes(world_of(plan))
         owned = [layout.runs(rank) for rank in range(layout.world)]
-        demand = Demand.of(owned, [needed_keys(mask, own, 300) for own in owned], sizes)
+        needed = [needed_keys(problem.mask, own, 300) for own in owned]
+        check_each_token_crosses_once(Demand.of(owned, needed, sizes), owned, needed, sizes)
 
-        def entering(size, layout=layout, mask=mask):
-            """Tokens that enter a subtree of ``size`` ranks, summed over all."""
-            total = 0
-            for first in range(0, layout.world, size):
-                own = [layout.runs(rank) for rank in range(first, first + size)]
-                held = {t for runs in own for start, count in runs for t in range(start, start + count)}
-                needed = {
-                    t
-                    for runs in own
-                    for start, count in needed_keys(mask, runs, 300)
-                    for t in range(start, start + count)
-                }
-                total += len(needed - held)
-            return total
 
-        inside = [entering(prod(sizes[level:])) for level in range(len(sizes) + 1)]
-        assert demand.tokens_by_level() == tuple(b - a for a, b in pairwise(inside))
+@pytest.mark.parametrize("text", ["u4/1x8", "1x4/1x8"])
+def test_keys_of_a_document_cut_between_nodes_enter_a_node_once(text):
+    """The bytes of its zone: keys in both passes, and their gradients back, of each token once per node."""
+    between = 0
+    for seed in range(6):
+        ends = (0, *accumulate(document_lengths("agents", 2048, seed=seed, scale=1 / 128)))
+        problem, split = Attention.of(2048, 1, 32, 32, 3, causal=True, documents=ends), Split(Plan.parse(text), 32)
+        layout = split.layout_of(problem.boundaries)
+        for zone in layout.zones:
+            part = problem.part(split, layout, zone)
+            if part.demand is None or zone.size < 32:
+                continue
+            owned = [zone.runs_of((rank,), 2048) for rank in range(32)]
+            needed = [needed_keys(problem.visible, own, 2048) for own in owned]
+            check_each_token_crosses_once(part.demand, owned, needed, (4, 8))
+            token = 2 * 32 * 3 * 2  # keys and values of 32 heads of 3 numbers in bfloat16
+            assert part.demand_bytes[0] == 3 * token * entering(owned, needed, 8)
+            between += part.demand_bytes[0]
+    assert between
 
 
 def _drop(demand):

@@ -9,10 +9,10 @@ consists of *parts*: one for each zone of the rank's tokens, with a program for 
 >>> problem = Attention.of(16000, 1, 4, 4, 8, causal=True, documents=(0, 9000, 14000, 15000, 16000))
 >>> call = compile_call(problem, Split(Plan.parse("1x2/1x2"), 4), rank=0)
 >>> for part in call.parts: print(part.start, part.tokens, part.zone.size, part.program(FORWARD).plan)
-0 3000 4 direct
-3000 1005 1 u1/u1
+0 3032 4 direct
+3032 1003 1 u1/u1
 >>> call.order(FORWARD)[:3], call.traffic(FORWARD)
-([(0, 0), (1, 0), (0, 1)], (384000, 346880))
+([(0, 0), (1, 0), (0, 1)], (388096, 340736))
 """
 
 from __future__ import annotations

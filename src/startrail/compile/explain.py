@@ -7,12 +7,12 @@
 >>> documents = (0, 9000, 14000, 15000, 16000)
 >>> split = Split(Plan.parse("1x2/1x2"), 4)
 >>> print(explain(compile_call(Attention.of(16000, 1, 4, 4, 8, True, "float32", documents=documents), split, 0)))
-16,000 tokens in 4 documents on 4 ranks: 4,005 per rank, 0.1 % padding, busiest rank 1.03 x the mean work if causal
+16,000 tokens in 4 documents on 4 ranks: 4,035 per rank, 0.9 % padding, busiest rank 1.02 x the mean work if causal
 tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
-3,000 (75 %)           4      direct   1.384 MB, 2.738 MB; 1x2/1x2 would send 2.304 MB, 4.608 MB
-1,005 (25 %)           1      alone    nothing
+3,032 (75 %)           4      direct   1.384 MB, 2.535 MB; 1x2/1x2 would send 2.329 MB, 4.657 MB
+1,003 (25 %)           1      alone    nothing
 documents: 2 on 1 rank, 1 on 2 ranks, 1 on 4 ranks
-spread over all ranks: 1.08 x with none of them; next best 1.09 x with 1 of them, predicted time over that of even work
+spread over all ranks: 1.08 x with none of them; next best 1.09 x with 2 of them, predicted time over that of even work
 1x2/1x2 or direct: by bytes, outermost level first
 """
 

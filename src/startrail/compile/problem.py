@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from startrail.geometry.layout import Layout, Zone
 from startrail.geometry.mask import Mask
-from startrail.geometry.placing import LinkCost
+from startrail.geometry.pieces import LinkCost
 from startrail.geometry.zones import ZoneLevel, make_layout, predicted
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, closed_form, programs_inside

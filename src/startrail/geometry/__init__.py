@@ -3,6 +3,7 @@
 Imports no other package. Start reading at ``mask``.
 
 - ``layout``, ``zones``: the tokens of each rank: zigzag, contiguous, or by document
+- ``placing``: which ranks get which documents; ``division`` and ``line`` divide them, ``pieces`` prices the result
 - ``mask``: the keys that each query sees: causal, windows, chunks and documents
 - ``tiles``: cuts a block of the mask into rectangles that kernels compute without a mask
 - ``bands``: the same for kernels that support windows and several sequences per call

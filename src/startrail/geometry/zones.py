@@ -11,10 +11,10 @@ token, so its beginning and its end are on the second node:
 >>> levels = [ZoneLevel(0, (0, 1, 2, 3)), ZoneLevel(1, (0, 1)), ZoneLevel(2, (0,))]
 >>> layout = zoned(levels, (0, 9000, 14000, 15000, 16000))
 >>> for rank in range(4): print(layout.runs(rank))
-((1210, 1500), (5710, 1500), (15000, 1000))
-((2710, 3000), (14000, 1000))
-((0, 1210), (7210, 448), (8553, 1031), (12689, 1311))
-((7658, 895), (9584, 3105))
+((1146, 1516), (5694, 1516), (15000, 1000))
+((2662, 3032), (14000, 1000))
+((0, 1146), (7511, 2822))
+((7210, 301), (10333, 3667))
 """
 
 from __future__ import annotations
@@ -33,21 +33,16 @@ from startrail.geometry.layout import (
     zigzag,
     zigzag_runs,
 )
-from startrail.geometry.placing import (
-    EVEN,
-    EVEN_FEW,
-    FLOOR,
-    HELD,
-    SHORT,
-    Divided,
-    Item,
-    LinkCost,
-    Rules,
-    absorbs,
-    divide,
-    items_of,
-)
+from startrail.geometry.pieces import Group, Item, LinkCost, absorbs, items_of
+from startrail.geometry.placing import Divided, divide
 
+SLACK = 0.008  # more tokens than the mean that a node may have
+PADDING = 4.0  # 1 % of padding costs as much as 4 % more work
+EVEN = 1.04  # the work of a node over the mean that needs no remedy
+EVEN_FEW = 1.1  # the same with fewer than two documents per node
+SHORT = 128  # short documents are placed together, up to this part of a rank's tokens
+FLOOR = 512  # tokens: no piece of a longer document is shorter, if a rank has at least 16 times as many
+HELD = 10  # a document is cut between parts only if it has at most this many times a rank's tokens: its keys are held
 ROUNDING = 256  # the tokens per rank are rounded up to a multiple of this part of them, so that shapes repeat
 
 NEIGHBOURS = 8  # ranks of a level that are placed together, if it has more
@@ -126,17 +121,19 @@ class _Placing:
         world, total = len(weights), sum(weights)
         self.equal = len(set(weights)) == 1
         self.scaled = [weight * world / total for weight in weights]
-        per_rank = self.length // world
-        self.floor, self.most = shortest_piece or min(FLOOR, max(per_rank // 16, 1)), HELD * per_rank
+        self.per_rank = self.length / world
+        self.floor = shortest_piece or min(FLOOR, max(self.length // world // 16, 1))
         ends = [self.length * weight // total for weight in accumulate(weights, initial=0)]
         self.rooms = [stop - start for start, stop in pairwise(ends)]  # tokens that each rank may still get
         self.zones: dict[tuple[int, bool, int], list[list[tuple[int, int]]]] = {}
         self.whole: list[list[tuple[int, int]]] = [[] for _ in weights]
-        items = sorted(items_of(documents, per_rank // SHORT), reverse=True)
+        items = sorted(items_of(documents, self.length // world // SHORT), reverse=True)
+        self.mean = sum(item.work for item in items) / world  # work per rank
         self._place(0, 0, items)
 
-    def _place(self, depth: int, first: int, items: Sequence[Item], size: int = 0) -> None:
-        """Place items on the ranks of a group, or on ``size`` neighbours that are some of its ranks."""
+    def _place(self, depth: int, first: int, items: Sequence[Item], size: int = 0, placed: float = 0.0) -> None:
+        """Place items on the ranks of a group, or on ``size`` neighbours that are some of its ranks. ``placed``: the
+        work per rank of what was spread over them and others before."""
         whole, inner = len(self.levels[depth].slots), len(self.levels[depth + 1].slots)
         group, link, size = (depth, first - first % whole), self.levels[depth].link, size or whole
         if inner == 1 and size > NEIGHBOURS and size % NEIGHBOURS == 0:
@@ -145,16 +142,21 @@ class _Placing:
         weights = [sum(self.scaled[part : part + inner]) for part in parts]
         rooms = [sum(self.rooms[part : part + inner]) for part in parts]
         even = 1.0 if inner == 1 else EVEN if len(items) >= 2 * len(parts) else EVEN_FEW
+        own = placed + sum(item.work for item in items) / sum(weights)
         link = link if size == whole else LinkCost(link.fetch, (size - 1) / size)
-        found = divide(items, rooms, weights, Rules(link, self.floor, self.most, group, inner, even))
+        found = divide(items, Group(
+            rooms, weights, group, inner, link, self.floor, HELD * self.per_rank, even * max(own, self.mean),
+            PADDING * self.mean / self.per_rank, SLACK * self.per_rank if inner > 1 else 0.0, placed,
+        ))  # fmt: skip
         if size == len(self.weights):
-            self.outermost, self.mean = found, sum(item.work for item in items) / sum(weights)
+            self.outermost = found
         spread = items[: found.spread]
         if inner > 1:
             self._spread(spread, ranks, group)
+            placed += sum(item.work for item in spread) / sum(weights)
             below = depth if inner > len(self.levels[depth + 1].slots) else depth + 1
             for part, inside in zip(parts, found.parts, strict=True):
-                self._place(below, part, sorted(inside, reverse=True), inner if below == depth else 0)
+                self._place(below, part, sorted(inside, reverse=True), inner if below == depth else 0, placed)
             return
         for rank, inside in zip(ranks, found.parts, strict=True):
             for item in inside:
