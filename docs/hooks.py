@@ -30,6 +30,10 @@ DRAWINGS = {
     "nested.svg": ["2x2/u8", "--nodes", "4"],
     "ring-4x8.svg": ["1x32", "--nodes", "4"],
     "scan.svg": ["1x2/1x4", "--scan"],
+    "cut.svg": ["1x2/1x4", "--scan", "--documents", "14000,9000,5000,2500,1500,768"],
+    "cells.svg": ["1x2/1x4", "--nodes", "2", "--documents", "14000,9000,5000,2500,1500,768"],
+    "latents.svg": ["1x4/1x8", "--latents", "deepseek-v3"],
+    "shares.svg": ["1x4", "--shares", "1,1,0.5,1"],
 }
 WORKER_FROM_THE_WEB = "https://unpkg.com/iframe-worker/shim"
 # What the page that plays schedules shows, as settings of its form: clusters and masks of several kinds.

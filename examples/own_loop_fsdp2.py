@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Tensor, positions: Tensor, sequence: startrail.Sequence) -> Tensor:
-        x = self.words(ids) + self.places(positions)  # global positions
+        x = self.words(ids) + self.places(positions)  # (3) global positions
         for block in self.blocks:
             x = block(x, sequence)
         return self.head(x)
@@ -56,12 +56,12 @@ def main(plan: str = "auto", length: int = 250, steps: int = 10) -> list[float]:
     for step in range(steps):
         ids = (torch.arange(length) * (step % 3 + 1) % 50).unsqueeze(0)  # (5) the same data on every rank
         sequence = sp.sequence(length)
-        labels = sequence.shard_labels(ids)  # (1) shifted before sharding, (2) padded with -100
+        labels = sequence.shard_labels(ids)  # (2) shifted before sharding, (3) padded with -100
         logits = model(sequence.shard(ids, 1), sequence.positions(), sequence)
         loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
         loss = startrail.global_mean(
             loss_sum, (labels != -100).sum(), sp.group
-        )  # (3) divided by the count of all ranks
+        )  # (1) divided by the count of all ranks
         (startrail.gradient_factor(model) * loss).backward()  # (4) FSDP averages, but gradients must be summed
         sp.check()  # raises if a peer was lost during this step, before the weights change
         optimizer.step()

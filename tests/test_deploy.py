@@ -1,5 +1,4 @@
-"""The files in ``deploy/`` and ``uv.lock``: linted, and in agreement with the code and with each other. No image is built
-here."""
+"""The files in ``deploy/`` and ``uv.lock``: linted, and in agreement with the code. No image is built here."""
 
 import re
 import shutil

@@ -85,6 +85,14 @@ def test_commands_of_the_readme_run(tmp_path, capsys, monkeypatch):
     assert "ok: exact" in capsys.readouterr().out
 
 
+def test_the_readmes_drawing_is_what_show_draws(tmp_path):
+    assert main(["show", "1x2/1x4", "--scan", "--svg", str(tmp_path / "scan.svg")]) == 0
+    drawn = (tmp_path / "scan.svg").read_text()
+    assert drawn == (ROOT / "docs/images/scan.svg").read_text(), (
+        "startrail show 1x2/1x4 --scan --svg docs/images/scan.svg"
+    )
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -136,7 +144,7 @@ def test_the_citation_has_the_version():
 
 def test_the_first_gpu_run_has_the_planners_predictions():
     rows = re.findall(r"`(\S+)` \| ([\d.]+) ms", (ROOT / "docs" / "first-gpu-run.md").read_text())
-    assert len(rows) == 8
+    assert len(rows) == 9
     for plan, milliseconds in rows:
         ranks = Plan.parse(plan).size
         call = Attention.of(8192 * ranks, 1, 16, 16, 128, True)

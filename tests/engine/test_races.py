@@ -124,7 +124,7 @@ def of_scans(trace, sp, case):
     """Scans as their ops know them: what each run does to a state."""
     sequence = sp.sequence(races.LENGTH, case.documents)
     own = sequence._state.op_key, sp._name, "kernel"
-    kind = StateType((2, 16), torch.float32, torch.device("meta"), False)
+    kind = StateType((2, 16), torch.float32, torch.device("meta"), ())
     request = ScanRequest(SCAN_FORWARD, kind, "kernel", False)
     runs = len(sp._session.prepared(request, sequence._state.batch).part.runs)
     moves, adds, before, after = (x.detach() for x in new(trace, *4 * [(runs, 2, 16)], dtype=torch.float32))

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import startrail
+from startrail.cli import main
 from startrail.launch.local import run_local
 from tests.helpers import ROOT
 
@@ -18,9 +19,8 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem
 
 def test_examples_are_short():
     recipes = [*(ROOT / "examples" / "recipes").glob("*.py")]  # test_torchtitan.py, test_axolotl.py, test_pipeline.py
-    assert len(EXAMPLES) == 6 and len(recipes) == 3
-    assert all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES)
-    assert all(len(path.read_text().splitlines()) < 100 for path in recipes)
+    assert len(EXAMPLES) == 7 and len(recipes) == 3
+    assert all(len(path.read_text().splitlines()) < 100 for path in (*EXAMPLES, *recipes))
 
 
 def test_examples_check_that_no_peer_was_lost_before_weights_change():
@@ -29,7 +29,25 @@ def test_examples_check_that_no_peer_was_lost_before_weights_change():
     for text in (*loops, guide):
         assert re.findall(r"\n *sp\.check\(\).*\n *optimizer\.step\(\)", text), text
         assert text.count("optimizer.step()\n") == text.count("sp.check()")
-    assert len(loops) == 4, "the others use a trainer, or do not train"
+    assert len(loops) == 5, "the others use a trainer, or do not train"
+
+
+def test_verify_knows_the_hybrid_example_and_mistakes_in_it(tmp_path, capsys):
+    text, faulty = (ROOT / "examples" / "own_hybrid.py").read_text(), tmp_path / "faulty.py"
+    faults = {
+        "startrail.sum_gradients(model.parameters(), sp.group)  # (4)": ("pass", "gradients are not summed over ranks"),
+        "startrail.global_mean(loss_sum, (labels != -100).sum(), sp.group)": (
+            "loss_sum / (labels != -100).sum()",
+            "losses are averaged on each rank",
+        ),
+    }
+    for line, (mistake, named) in faults.items():
+        assert line in text
+        faulty.write_text(text.replace(line, mistake))
+        assert main(["verify", f"{faulty}:make", "--ranks", "2"]) == 1
+        assert named in capsys.readouterr().out
+    assert main(["verify", f"{ROOT / 'examples' / 'own_hybrid.py'}:make", "--ranks", "3"]) == 0
+    assert capsys.readouterr().out.startswith("same: ")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

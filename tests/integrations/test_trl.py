@@ -155,10 +155,14 @@ def test_weights_are_those_of_one_process(world, plan, tmp_path):
     assert run_local(on_rank, world) == [[]] * world
 
 
-def test_generation_is_that_of_trl(tmp_path):
-    """With old log-probabilities, batches that are used twice, and sampled completions: as plain TRL on two ranks."""
+@pytest.mark.parametrize("options", [
+    dict(num_iterations=2, steps_per_generation=2, scripted=False),
+    dict(loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.3, num_iterations=2),
+])  # fmt: skip
+def test_generation_and_losses_are_those_of_trl(options, tmp_path):
+    """As plain TRL on two ranks: old log-probabilities, batches that are used twice, sampled completions; and a loss
+    with a mean over tokens in it, and with entropies."""
     save(tmp_path)
-    options = dict(num_iterations=2, steps_per_generation=2, scripted=False)
 
     def on_rank(rank):
         as_torchrun(rank, 2)

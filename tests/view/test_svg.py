@@ -7,14 +7,15 @@ import pytest
 
 from startrail.cli import main
 from startrail.compile.call import compile_call
-from startrail.compile.problem import Split
-from startrail.geometry.layout import zigzag
+from startrail.compile.problem import Boundaries, Split
+from startrail.geometry.layout import weights_of, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.planner.topology import Machine
+from startrail.planner.workload import find_model
 from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.values import FORWARD, PASSES
-from startrail.view import show_batch
+from startrail.view import forms_svg, forms_text, show_batch
 from startrail.view.matrix import owners_of
 from startrail.view.svg import grids_of, svg
 from startrail.view.text import problem_of
@@ -95,6 +96,30 @@ def tokens_of(route, shard, length):
     return [at for start, count in runs for at in range(start, start + count)]
 
 
+def test_the_matrix_of_unequal_shards_has_the_rank_that_holds_each_query():
+    plan, length, shares = Plan.parse("1x4"), 32, weights_of((1, 1, 0.5, 1), 4)
+    cells, owners = owners_of(plan, 4, Mask(causal=True), length, shares)
+    layout = Split(plan, 4).layout_of(Boundaries((0, length), shares=shares))
+    holders = {
+        at: rank for rank, runs in enumerate(layout.table) for first, n in runs for at in range(first, first + n)
+    }
+    assert cells == length and owners == {(q, k): holders[q] for q in range(length) for k in range(q + 1)}
+    assert layout.counts[2] == min(layout.counts) < layout.counts[0]
+
+
+def test_latents_and_keys_are_drawn_to_scale_and_send_the_closed_form():
+    model = find_model("deepseek-v3")
+    text, drawing = (of(Plan.parse("1x4"), 4, model, 4096) for of in (forms_text, forms_svg))
+    small, large = (shapes(drawing, kind) for kind in ("form-small", "form-large"))
+    areas = [float(square.get("width")) * float(square.get("height")) for square in (small[0], large[0])]
+    assert areas[1] / areas[0] == pytest.approx(40_960 / 576, rel=0.01)
+    assert float(large[1].get("width")) / float(small[1].get("width")) == pytest.approx(40_960 / 576, rel=0.05)
+    for width, shown in ((576, "latents"), (40_960, "keys, values")):
+        megabytes = 3 * (2 + 2 + 4) * 1024 * width / 1e6  # 3 hops in each pass, and those of gradients in float32
+        (line,) = (line for line in text.splitlines() if line.startswith(shown))
+        assert float(line.split()[-2].replace(",", "")) == pytest.approx(megabytes, rel=0.01)
+
+
 def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
     drawing, page = tmp_path / "plan.svg", tmp_path / "page.html"
     options = ["--nodes", "2", "--documents", "3000,1000,96", "--svg", str(drawing), "--html", str(page)]
@@ -108,6 +133,10 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
         (["1x4", "--documents", "10,20", "--length", "64"], "--documents sum to 30 tokens, but --length is 64"),
         (["1x4", "--full", "--window", "3"], "--full cannot be combined with --window or --documents"),
         (["1x4", "--window", "0"], "window=0 must be at least 1"),
+        (["1x4", "--shares", "1,1,1,2"], "--shares is for --scan and --svg"),
+        (["1x4", "--shares", "1,1", "--scan"], "got 2 shares for 4 ranks"),
+        (["1x4", "--scan", "--latents", "deepseek-v3"], "pass either --scan or --latents, not both"),
+        (["1x4", "--latents", "gpt-7b"], "--latents gpt-7b: its keys and values are not expanded from latents"),
         (["1x4", "--nodes", "3", "--svg", str(drawing)], "--ranks 4 is not a multiple of --nodes 3"),
         (["1x4", "--html", str(tmp_path / "no" / "x.html")], "No such file or directory"),
         (["1x4", "--html", str(page), "--rank", "4"], "--rank 4 does not exist: ranks are 0 to 3"),
@@ -119,15 +148,15 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, hops, far, chains", [
-    (["1x2/1x4"], 14, 2, 1),
-    (["1x2/1x4", "--documents", "10000,22768"], 28, 4, 2),
-    (["u2/1x2"], 6, 6, 1),
+@pytest.mark.parametrize("arguments, hops, between", [
+    (["1x2/1x4"], 14, [2]),
+    (["1x2/1x4", "--documents", "10000,22768"], 14 + 6, [2, 0]),  # the longer one is cut between nodes
+    (["u2/1x2"], 6, [6]),
 ])  # fmt: skip
-def test_the_drawing_of_a_scan_has_every_hop(arguments, hops, far, chains, tmp_path, capsys):
+def test_the_drawing_of_a_scan_has_every_hop(arguments, hops, between, tmp_path, capsys):
     file = tmp_path / "scan.svg"
     assert main(["show", *arguments, "--scan", "--svg", str(file)]) == 0
     text = file.read_text()
-    assert (len(shapes(text, "tip-near")), len(shapes(text, "tip-far"))) == (hops - far, far)
+    assert (len(shapes(text, "tip-near")), len(shapes(text, "tip-far"))) == (hops - sum(between), sum(between))
     assert main(["show", *arguments, "--scan"]) == 0
-    assert capsys.readouterr().out.count(f"{far // chains} states between nodes") == chains
+    assert [int(states) for states in re.findall(r"(\d+) states between nodes", capsys.readouterr().out)] == between

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
+from startrail.geometry.layout import weights_of
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.sparse.rule import rule_for
-from startrail.planner.workload import check_heads
+from startrail.planner.workload import check_heads, find_model
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.view import chain_svg, chain_text, fitting, show, show_batch
+from startrail.view import chain_svg, chain_text, fitting, forms_svg, forms_text, show, show_batch
 from startrail.view.page import html_page, scene
 from startrail.view.svg import svg
 
@@ -29,6 +30,8 @@ EXAMPLES = {
     "startrail show u2/1x4 --window 64": "what a layer with a window runs instead, and why",
     "startrail show direct --ranks 8 --window 64": "each rank fetches only the keys it sees",
     "startrail show 1x2/1x4 --scan": "the chain of states of a recurrence, over ranks and nodes",
+    "startrail show 1x4/1x8 --latents deepseek-v3": "what latents save, in numbers per token and bytes by level",
+    "startrail show 1x4 --shares 1,1,0.5,1 --svg 1x4.svg": "what each rank computes if one is half as fast",
     "startrail show u4/1x8 --nodes 4 --html page.html": "a page that plays it, next to other plans",
     "startrail show 2x4 --nodes 2 --window 512 --svg 2x4.svg": "a drawing for documents and slides",
     "startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8": "",
@@ -56,7 +59,9 @@ def add(commands: Commands) -> None:
     option("--full", action="store_true", help="every token sees every other (default: causal)")
     option("--window", type=int, help="a token sees this many tokens: itself and those before it")
     option("--documents", metavar="LENGTHS", help="lengths of packed documents, such as 3000,1000,96")
+    option("--shares", metavar="NUMBERS", help="of --scan and --svg: ranks' shares of the tokens, such as 1,1,0.5,1")
     option("--scan", action="store_true", help="what layers with a recurrence run, instead of attention")
+    option("--latents", metavar="MODEL", help="what a layer of this model sends as latents, and as keys and values")
     option("--html", metavar="FILE", type=Path, help="write a page that plays the schedule")
     option("--svg", metavar="FILE", type=Path, help="write a drawing of the plan's rings, teams and heads")
     command.set_defaults(run=run)
@@ -66,10 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _choose_plan(arguments) if arguments.plan == "auto" else Plan.parse(arguments.plan)
     world = world_size(plan, arguments.ranks)
     mask, length = _read_mask(arguments, world)
+    shares = _read_shares(arguments, world)
     if arguments.scan:
-        return _show_scan(arguments, plan, world, mask, length)
+        return _show_scan(arguments, plan, world, mask, length, shares)
+    if arguments.latents:
+        return _show_latents(arguments, plan, world, length)
     if arguments.html or arguments.svg:
-        return _write_files(arguments, plan, make_machine(world, arguments.nodes), mask, length)
+        return _write_files(arguments, plan, make_machine(world, arguments.nodes), mask, length, shares)
     ranks = arguments.rank or list(range(min(world, MAX_RANKS)))
     for rank in ranks:
         _check_rank(rank, world)
@@ -89,21 +97,42 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_scan(arguments: argparse.Namespace, plan: Plan, world: int, mask: Mask, length: int) -> int:
-    unused = {
-        "--full": arguments.full,
-        "--window": arguments.window,
-        "--html": arguments.html,
-        "--rank": arguments.rank,
-    }
-    for option, value in unused.items():
-        if value:
-            raise ValueError(f"pass either --scan or {option}, not both: it shows all ranks of a chain")
+def _read_shares(arguments: argparse.Namespace, world: int) -> tuple[int, ...]:
+    """As whole numbers; none if they are equal."""
+    if arguments.shares is None:
+        return ()
+    if not (arguments.scan or arguments.svg) or arguments.html:
+        raise ValueError("--shares is for --scan and --svg: the schedule of a plan does not depend on them")
+    weights = weights_of(arguments.shares.split(","), world)
+    return weights if len(set(weights)) > 1 else ()
+
+
+def _show_scan(
+    arguments: argparse.Namespace, plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...]
+) -> int:
+    _refuse_beside("--scan", "it shows all ranks of a chain", arguments, "full", "window", "html", "rank", "latents")
     if arguments.svg:
-        write_text(arguments.svg, chain_svg(plan, world, mask, length))
+        write_text(arguments.svg, chain_svg(plan, world, mask, length, shares))
     else:
-        print(chain_text(plan, world, mask, length))
+        print(chain_text(plan, world, mask, length, shares))
     return 0
+
+
+def _show_latents(arguments: argparse.Namespace, plan: Plan, world: int, length: int) -> int:
+    others = "full", "window", "documents", "html", "rank", "shares"
+    _refuse_beside("--latents", "it shows a causal layer on all ranks", arguments, *others)
+    model = find_model(arguments.latents)
+    if arguments.svg:
+        write_text(arguments.svg, forms_svg(plan, world, model, length))
+    else:
+        print(forms_text(plan, world, model, length))
+    return 0
+
+
+def _refuse_beside(option: str, because: str, arguments: argparse.Namespace, *others: str) -> None:
+    for other in others:
+        if getattr(arguments, other):
+            raise ValueError(f"pass either {option} or --{other}, not both: {because}")
 
 
 def _check_rank(rank: int, world: int) -> None:
@@ -129,14 +158,16 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
     return Mask(not arguments.full, arguments.window, ends), length
 
 
-def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
+def _write_files(
+    arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int, shares: tuple[int, ...]
+) -> int:
     if plan.family.by_demand:
         raise ValueError(
             f"plan {plan} depends on the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
             "with --window or --documents, --html shows where direct fetches replace it"
         )
     if arguments.svg:
-        write_text(arguments.svg, svg(plan, machine, mask, length))
+        write_text(arguments.svg, svg(plan, machine, mask, length, shares))
     if arguments.html:
         write_text(arguments.html, _page(arguments, plan, machine, mask, length))
     return 0

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from startrail.agreement.errors import peer_errors
 from startrail.checkpoint import checkpoint_context
 from startrail.integrations import latents, layer_masks, probe, recurrent, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
@@ -476,7 +477,8 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
     if model._startrail.checking:
         new = [] if loss is None else unchecked_parameters(loss)
         ready = torch.tensor(float(bool(new)), device=model.device)
-        dist.all_reduce(ready, op=dist.ReduceOp.MIN)
+        with peer_errors("comparing which gradients can be checked"):
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
         check_gradients(loss, new, agreed, None, model._startrail.sp.group)

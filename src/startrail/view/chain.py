@@ -39,8 +39,8 @@ WHOLE = "Every hop is one message with a whole state."
 
 
 class _Chains:
-    def __init__(self, plan: Plan, world: int, mask: Mask, length: int) -> None:
-        split, boundaries = Split(plan, world), Boundaries(mask.documents or (0, length))
+    def __init__(self, plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...]) -> None:
+        split, boundaries = Split(plan, world), Boundaries(mask.documents or (0, length), shares=shares)
         (part,) = compile_call(Scan(boundaries, 1), split, 0).parts
         assert isinstance(part, ScanPart)
         sizes = [size for size in part.table.levels if size > 1]
@@ -50,7 +50,7 @@ class _Chains:
         self.how = SHARED if part.table.inner > 1 else WHOLE
         number, total = len(self.chains), len(self.documents) - 1
         self.title = (
-            f"scan of {length} tokens on {world} ranks by {plan}: several ranks hold {number} "
+            f"scan of {length:,} tokens on {world} ranks by {plan}: several ranks hold {number} "
             f"of {total} document{'s' if total > 1 else ''}"
         )
 
@@ -58,9 +58,9 @@ class _Chains:
         return one.rank // self.node != other.rank // self.node
 
 
-def chain_text(plan: Plan, world: int, mask: Mask, length: int) -> str:
+def chain_text(plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...] = ()) -> str:
     """The longest chains, with each run at its rank, numbered along the chain. The mask has the documents."""
-    all_of = _Chains(plan, world, mask, length)
+    all_of = _Chains(plan, world, mask, length, shares)
     lines = [all_of.title, ""]
     for chain in sorted(all_of.chains, key=len, reverse=True)[:MAX_CHAINS]:
         lines += [*_grid(all_of, chain), ""]
@@ -84,11 +84,11 @@ def _grid(all_of: _Chains, chain: list[RunPlace]) -> Iterator[str]:
         yield f"{f'rank {rank}':{label}s}  {' '.join(cells)}{more}"
 
 
-def chain_svg(plan: Plan, world: int, mask: Mask, length: int) -> str:
+def chain_svg(plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...] = ()) -> str:
     """Ranks from top to bottom, tokens from left to right, and a line wherever a state goes to another rank."""
     if world > MAX_DRAWN:
         raise ValueError(f"a drawing shows at most {MAX_DRAWN} ranks, not {world}")
-    all_of, scale = _Chains(plan, world, mask, length), WIDTH / length
+    all_of, scale = _Chains(plan, world, mask, length, shares), WIDTH / length
     nodes = world // all_of.node
 
     def y(rank: int) -> float:

@@ -48,7 +48,7 @@ def is_sparse(mask: Mask) -> bool:
 def edges_of(layout: Layout, heads: int, mask: Mask, most: int) -> list[int]:
     """Where cells begin and end: the chunks that shards consist of, or at most ``most`` cells of as many tokens."""
     length, chunks = layout.length, 2 * layout.world // heads
-    if not is_sparse(mask) and layout.world > 1 and chunks <= most:
+    if not is_sparse(mask) and layout.world > 1 and chunks <= most and len(set(layout.counts)) == 1:
         tokens = layout.largest * heads // 2
         return [min(at * tokens, length) for at in range(chunks + 1)]
     cells = min(most, length)
@@ -152,14 +152,16 @@ def _shard_owners(plan: Plan, world: int) -> dict[tuple[int, int], int]:
     return owners
 
 
-def owners_of(plan: Plan, world: int, mask: Mask, length: int) -> tuple[int, dict[tuple[int, int], int]]:
+def owners_of(
+    plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...] = ()
+) -> tuple[int, dict[tuple[int, int], int]]:
     """The number of cells along one side, and who computes each visible one: the shard; or with a window or documents,
     the rank, the first of those that share it by heads."""
     sparse = is_sparse(mask)
-    problem, split = problem_of(plan, mask, length), Split(plan, world, sparse=sparse)
+    problem, split = problem_of(plan, mask, length, shares), Split(plan, world, sparse=sparse)
     layout = split.layout_of(problem.boundaries)
     routes = [problem.part(split, layout, zone) for zone in layout.zones]
-    edges = edges_of(layout, plan.heads, mask, SPARSE_CELLS if sparse else 2 * world)
+    edges = edges_of(layout, plan.heads, mask, SPARSE_CELLS if sparse or shares else 2 * world)
     found = {}
     for at, cell in cells_of(layout, routes, mask, edges).items():
         route = routes[cell.zone]

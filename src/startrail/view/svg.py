@@ -23,6 +23,7 @@ DOT, GAP, MARGIN = 11.0, 14.0, 26.0
 MAX_DRAWN = 1024  # ranks
 MAX_MATRIX_SHARDS = 32
 MATRIX_SIDE = 300.0
+NUMBERED, SWATCH = 14, 30  # cells that are at least this wide have numbers; others have a legend of this pitch
 STYLE = """
 .back{fill:#fff}.t{font:13px system-ui,sans-serif;fill:#1d1d1f}.h{font-size:17px;font-weight:600}.q{fill:#5c5c63}
 .n{font:10px system-ui,sans-serif;fill:#1d1d1f;text-anchor:middle}.near{stroke:#1f5fbf;stroke-width:1.8;fill:none}
@@ -31,7 +32,7 @@ STYLE = """
 .tip-near{fill:#1f5fbf}.tip-far{fill:#c25700}.edge{fill:none;stroke:#bdb9af}
 @media (prefers-color-scheme:dark){.back{fill:#16171a}.t,.n{fill:#f0eff2}.q{fill:#a9aab2}.near{stroke:#6ea8ff}
 .far{stroke:#ffa04d}.team{stroke:#b79cff;stroke-opacity:.35}.level,.edge{stroke:#4c4f57}.rank{stroke:#f0eff2}
-.tip-near{fill:#6ea8ff}.tip-far{fill:#ffa04d}.rank,.cell{filter:brightness(.62)}}
+.tip-near{fill:#6ea8ff}.tip-far{fill:#ffa04d}.rank,.cell,.swatch{filter:brightness(.62)}}
 """
 
 
@@ -76,7 +77,7 @@ def grids_of(plan: Plan, world: int) -> list[Grid]:
     return grids
 
 
-def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0) -> str:
+def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0, shares: tuple[int, ...] = ()) -> str:
     """The drawing as text. With a ``mask`` and a ``length``, the attention matrix is drawn next to the rings."""
     world = machine.world
     plan.check_world(world)
@@ -86,8 +87,8 @@ def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0)
     parts = [*drawing.draw()]
     width, height = (2 * (half + MARGIN) for half in drawing.halves)
     if mask is not None and world // plan.heads <= MAX_MATRIX_SHARDS:
-        parts += _matrix(plan, world, mask, length, width, MARGIN)
-        width, height = width + MATRIX_SIDE + MARGIN, max(height, MATRIX_SIDE + 2 * MARGIN + 20)
+        parts += _matrix(plan, world, mask, length, shares, width)
+        width, height = width + MATRIX_SIDE + MARGIN, max(height, MATRIX_SIDE + 2 * MARGIN + 80)
     top, legend = 64, _legend(drawing, height + 64, "".join(parts))
     words = ", then ".join(level.describe() for level in plan.levels)
     title = f"{plan} on {world} ranks" + (f" ({machine} nodes x ranks)" if machine.nodes > 1 else "")
@@ -231,10 +232,10 @@ def _legend(drawing: _Drawing, top: float, drawn: str) -> list[str]:
     return lines
 
 
-def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: float) -> list[str]:
+def _matrix(plan: Plan, world: int, mask: Mask, length: int, shares: tuple[int, ...], left: float) -> list[str]:
     """The attention matrix in the order of tokens; cells without visible pairs stay empty."""
-    sparse = is_sparse(mask)
-    cells, owners = owners_of(plan, world, mask, length)
+    sparse, top = is_sparse(mask), MARGIN
+    cells, owners = owners_of(plan, world, mask, length, shares)
     unit = MATRIX_SIDE / cells
     who = "shard" if plan.heads > 1 and not sparse else "rank"
     parts = [
@@ -247,6 +248,11 @@ def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: f
         x, y = left + k * unit, top + 10 + q * unit
         box = f'x="{x:.2f}" y="{y:.2f}" width="{unit:.2f}" height="{unit:.2f}"'
         parts.append(f'<rect class="cell" {box} fill="{colour(owner, number)}"><title>{owner}</title></rect>')
-        if unit >= 14:
+        if unit >= NUMBERED:
             parts.append(f'<text class="n" x="{x + unit / 2:.1f}" y="{y + unit / 2 + 3.5:.1f}">{owner}</text>')
+    for at, owner in enumerate(sorted({*owners.values()})) if unit < NUMBERED else ():  # whose colours these are
+        x, y = left + SWATCH * (at % 10), top + 20 + MATRIX_SIDE + 18 * (at // 10)
+        box = f'x="{x}" y="{y}" width="{SWATCH - 4}" height="15"'
+        parts.append(f'<rect class="swatch" {box} fill="{colour(owner, number)}"/>')
+        parts.append(f'<text class="n" x="{x + SWATCH / 2 - 2}" y="{y + 11}">{owner}</text>')
     return parts

@@ -165,9 +165,9 @@ def show_batch(
     return "\n\n".join(texts)
 
 
-def problem_of(plan: Plan, mask: Mask, length: int) -> Attention:
+def problem_of(plan: Plan, mask: Mask, length: int, shares: tuple[int, ...] = ()) -> Attention:
     """A call under this mask, which includes documents."""
-    boundaries, heads = Boundaries(mask.documents or (0, length), mask.blocks), ASSUMED_HEADS
+    boundaries, heads = Boundaries(mask.documents or (0, length), mask.blocks, shares=shares), ASSUMED_HEADS
     if heads % (plan.heads * plan.groups):
         heads = plan.heads * plan.groups
     own = replace(mask, documents=None, blocks=())
