@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import tempfile
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -14,13 +12,13 @@ import transformers
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.messages import messages
 from startrail.cli.app import COMMANDS, build_parser, main
 from startrail.integrations import survey
 from startrail.view.page import html_page, scene
 from tests.integrations import test_latents, tiny
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "startrail"
 
 # Drawings that pages show, and the arguments of `startrail show` that make them.
 DRAWINGS = {
@@ -127,11 +125,11 @@ def models_reference() -> str:
     parts = [
         "# Which models run\n",
         f"`startrail models`, with transformers {transformers.__version__}: {number}. Each is created from its default "
-        "config and attached; the table says what its layers are. All run with packed rows, padding and several rows "
-        "per batch. A family is *compared* if a test holds the loss and every gradient of a tiny model, on several "
-        "ranks and with packed rows, against one process in float64. For any other, `startrail verify` makes that "
-        "comparison with your model. Vision-language models and diffusers: [models from other "
-        "libraries](../integrations.md).\n",
+        "config, completed where that makes no model, and attached; the table says what its layers are. All run with "
+        "packed rows, padding and several rows per batch. A family is *compared* if a test holds the loss and every "
+        "gradient of a tiny model, on several ranks and with packed rows, against one process in float64. For any "
+        "other, `startrail verify` makes that comparison with your model. Vision-language models and diffusers: "
+        "[models from other libraries](../integrations.md).\n",
         "| family | layers | compared |\n| --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
         "\n## Families that are rejected\n",
@@ -146,7 +144,7 @@ def error_reference() -> str:
     """Every message that startrail raises, by package, with the values left open."""
     parts = [
         "# Error messages\n",
-        "Every message that startrail raises as a `ValueError`, `TypeError` or `PeerError`, with `...` for values. "
+        "Every message that startrail raises, with `...` for values. "
         "Most name their remedy. [Troubleshooting](../troubleshooting.md) explains the ones that have a story. "
         "Search for a few words of yours.\n",
     ]
@@ -156,30 +154,3 @@ def error_reference() -> str:
     for module, texts in by_module.items():
         parts.append(f"## {module}\n\n" + "\n".join(f"- `{text}`" for text in texts) + "\n")
     return "\n".join(parts)
-
-
-def messages() -> Iterator[tuple[str, str]]:
-    """Pairs of module and message, of every exception that is raised with a text."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            call = node.exc if isinstance(node, ast.Raise) else None
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Error"):
-                text = template(call.args[0]) if call.args else ""
-                if len(text.replace("...", "").strip()) > 3:
-                    yield module, text.replace("`", "'").replace("\n", " ")
-
-
-def template(node: ast.expr) -> str:
-    """The constant parts of a message.
-
-    >>> template(ast.parse("f'a tensor of {n} tokens' + hint", mode='eval').body)
-    'a tensor of ... tokens...'
-    """
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(template(part) for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return template(node.left) + template(node.right)
-    return "..."

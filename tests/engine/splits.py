@@ -77,7 +77,8 @@ def of_each_document(case: SplitCase) -> list[tuple[int, int]]:
 
 def scan_of(boundaries: Boundaries, kind: str, batch: int, shape: Sequence[int], itemsize: int) -> Scan:
     """A scan by the recurrence ``kind``, the state of which is ``shape`` for each sequence of the batch: heads or
-    channels first, which do not mix. The delta rules have a matrix M for each, the others multiply numbers."""
+    channels first, which do not mix. Of each, M is a matrix for the delta rules, one number for decayed attention, and
+    as many numbers as the state else."""
     features, units = batch * prod(shape), batch * shape[0]
-    moves = units * shape[1] ** 2 if "delta" in kind else features
+    moves = units * shape[1] ** 2 if "delta" in kind else units if kind == "decayed_attention" else features
     return Scan(boundaries, batch, "", "", features, itemsize, units=units, effect=moves + features)

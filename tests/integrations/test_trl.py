@@ -19,6 +19,7 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
@@ -215,6 +216,7 @@ def test_mistakes(tmp_path):
         data = Dataset.from_list([dict(prompt=prompt) for prompt in PROMPTS])
         given = dict(args=arguments, train_dataset=data, processing_class=tokenizer(), reward_funcs=rewards)
         texts.append(error_of(lambda: kind(model, **given, sp=sp)))
+        texts.append(error_of(lambda: type("Split", (StarTrailPolicyMixin, KTOTrainer), {})(model, sp=sp)))
         return texts
 
     (texts,) = run_local(on_rank, 1)
@@ -225,6 +227,7 @@ def test_mistakes(tmp_path):
             "use_adaptive_entropy=True would adapt once for each rank's rows",
             "top_entropy_quantile=0.5 would take the quantile of each rank's rows by itself",
             "the model is attached already: pass it as it was",
+            "StarTrailPolicyMixin is for DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, not for KTOTrainer",
         ),
         strict=True,
     ):

@@ -32,6 +32,7 @@ from tests.lazy_stream import LazyEvent, LazyStream
 def lanes_like_nccl(monkeypatch):
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr(like_nccl, "LEAKS", True)
     monkeypatch.setattr(nccl, "record_event", lambda device: LazyEvent())
     monkeypatch.setattr(cpu, "_is_finite", lambda x: True)  # these two read values on CPUs only
     monkeypatch.setattr(attention, "_poison_hidden_rows", lambda *arguments: None)

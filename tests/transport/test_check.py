@@ -151,8 +151,8 @@ class Stuck(CpuKernel):
 
 
 def test_a_pass_that_has_completed_with_stale_bytes_is_dropped(monkeypatch):
-    """Rank 2 is stuck in the middle of a pass. Rank 0 gives up on it, which completes rank 1's transfer from rank 0 with
-    what its buffer held: its results are wrong, and nothing but the check says so."""
+    """Rank 2 is stuck in the middle of a pass. Rank 0 gives up on it, which completes rank 1's transfer from rank 0
+    with what its buffer held: its results are wrong, and nothing but the check says so."""
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype, *_: Stuck(dtype))
 
     def on_rank(rank):
