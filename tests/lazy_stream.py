@@ -19,12 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from startrail.engine import halo, latent_op, scan
+from startrail.engine import halo, latents, scan
 from startrail.engine import op as ops
 
 _active: LazyStream | None = None
 OPS = (
-    ops.attention, ops.attention_backward, latent_op.latent_attention, latent_op.latent_attention_backward,
+    ops.attention, ops.attention_backward, latents.latent_attention, latents.latent_attention_backward,
     halo.gather_halo, halo.return_halo, scan.carry_states, scan.carry_states_back,
 )  # fmt: skip
 BODIES = {op._name: op._init_fn for op in OPS}

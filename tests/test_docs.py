@@ -108,6 +108,18 @@ def test_tests_that_pages_name_exist():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_files_and_names_that_contributing_sends_a_reader_to_exist():
+    page, suffixes = (ROOT / "CONTRIBUTING.md").read_text(), (".py", ".toml", ".md", ".yml", ".json", ".txt")
+    code = [path for folder in ("src", "tests", "workshop", "results") for path in (ROOT / folder).rglob("*.py")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in code)))
+    for name in sorted(set(re.findall(r"`(\w[\w./-]*)`", page))):
+        if name.endswith(suffixes) and "NAME" not in name:
+            known = (ROOT / name).exists() or any(path.as_posix().endswith(f"/{name}") for path in code)
+            assert known, f"there is no file {name}"
+        elif re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) and "NAME" not in name:
+            assert name.rpartition(".")[2] in words, f"nothing is called {name}"
+
+
 def test_every_promise_about_gpus_names_its_test_and_what_it_cannot_show():
     """Each bullet: a test file that exists (`test_tests_that_pages_name_exist`), and what only hardware can show."""
     promises = re.split(r"\n- \*\*", ROOT.joinpath("docs", "gpus.md").read_text().split("\n## ")[0])[1:]

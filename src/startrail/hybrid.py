@@ -39,9 +39,11 @@ import torch
 from torch import Tensor
 
 from startrail._compat import not_compiled
+from startrail.compile.halo import HALO_FORWARD
+from startrail.compile.scan import SCAN_FORWARD
 from startrail.engine.arguments import check_tangents, is_int
-from startrail.engine.halo import prepared_halo
-from startrail.engine.scan import StateType, prepared_scan
+from startrail.engine.halo import HaloRequest
+from startrail.engine.scan import ScanRequest, StateType
 from startrail.geometry.layout import Runs, cut_at_documents
 from startrail.kernels.convolution import causal_conv1d
 from startrail.kernels.runs import name_of, recurrence_of
@@ -151,7 +153,8 @@ def _scan(
     recurrence = on_all_ranks(sequence, prepare)
     batch, _, *shape = recurrence.shape
     state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.moves)
-    part = prepared_scan(sequence.sp._session, sequence._state.batch, state, call).part
+    request = ScanRequest(SCAN_FORWARD, state, call, False)
+    part = sequence.sp._session.prepared(request, sequence._state.batch).part
     entering = None
     if initial_state is not None:
         first = torch.tensor(list(part.begins.items()), device=initial_state.device, dtype=torch.int64).view(-1, 2)
@@ -240,7 +243,7 @@ def _halo_rows(sequence: Sequence, x: Tensor, before: int) -> Tensor:
 
     features = prod(x.shape[1:])
     like = x.new_empty(0, features * x.itemsize, dtype=torch.uint8) if as_bytes else x.new_empty(0, features)
-    prepared = prepared_halo(session, state.batch, like, before)
+    prepared = session.prepared(HaloRequest(HALO_FORWARD, like, before, False), state.batch)
     held = x.index_select(0, prepared.held.to(device)).reshape(len(prepared.held), features)
     held = held.view(torch.uint8) if as_bytes else held
     fetched, _ = torch.ops.startrail.gather_halo(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-import startrail.engine.latent_op  # noqa: F401, registers its ops
 from startrail._compat import default_timeout, without_bound_device
 from startrail.compile.attention import Attention
 from startrail.compile.call import compile_call

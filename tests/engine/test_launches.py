@@ -161,8 +161,8 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
 
 def run_pass(started, given, shapes, kept):
     prepared = started.prepared
-    inputs = [attention._own_inputs(part, given) for part in prepared.passes[started.pass_].parts]
-    return started.run(AttentionKernel(prepared, started.pass_, shapes), inputs, kept)
+    inputs = [attention._own_inputs(part, given) for part in prepared.passes[started.request.pass_].parts]
+    return started.run(AttentionKernel(prepared, started.request.pass_, shapes), inputs, kept)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import startrail
+from startrail.compile.halo import HALO_FORWARD
+from startrail.compile.scan import SCAN_FORWARD
 from startrail.engine.buffers import BufferPool, InputPiece, StreamBuffers
 from startrail.engine.exchange import Exchange
-from startrail.engine.halo import prepared_halo
+from startrail.engine.halo import HaloRequest
 from startrail.engine.runner import PartRun
-from startrail.engine.scan import StateType, prepared_scan
+from startrail.engine.scan import ScanRequest, StateType
 from startrail.engine.wire import Wire
 from startrail.kernels.device import ints_on
 from startrail.kernels.rearrange import Chunks
@@ -109,7 +111,8 @@ def of_halos(trace, sp, case):
     """Halos as their ops know them: rows that a rank holds for others, and those that it fetches."""
     sequence = sp.sequence(races.LENGTH, case.documents)
     session, own = sp._session, (sequence._state.op_key, sp._name)
-    prepared = prepared_halo(session, sequence._state.batch, torch.empty(0, 16, device="meta"), 3)
+    request = HaloRequest(HALO_FORWARD, torch.empty(0, 16, device="meta"), 3, False)
+    prepared = session.prepared(request, sequence._state.batch)
     held, grad = new(trace, (len(prepared.held), 16), (prepared.num_fetched, 16), dtype=torch.float32)
     fetched, number = torch.ops.startrail.gather_halo(held.detach(), len(grad), 3, *own, True)
     trace.launch("the model", [fetched], [held])
@@ -123,7 +126,8 @@ def of_scans(trace, sp, case, matrix=False):
     own = sequence._state.op_key, sp._name, "kernel"
     shape, move = ((2, 4, 8, 16), (8, 8)) if matrix else ((2, 16), ())
     kind = StateType(shape, torch.float32, torch.device("meta"), move)
-    runs = len(prepared_scan(sp._session, sequence._state.batch, kind, "kernel").part.runs)
+    request = ScanRequest(SCAN_FORWARD, kind, "kernel", False)
+    runs = len(sp._session.prepared(request, sequence._state.batch).part.runs)
     shapes = [(runs, *shape[:2], *move), *3 * [(runs, *shape)]]
     moves, adds, before, after = (x.detach() for x in new(trace, *shapes, dtype=torch.float32))
     *states, number = torch.ops.startrail.carry_states(moves, adds, None, matrix, *own, True)

@@ -133,16 +133,16 @@ def kept_bytes(session: Session, shapes: CallShapes) -> int:
 
 
 class AttentionKernel(BlockKernel):
-    """Runs the blocks of one pass on a backend. ``max_logits`` (batch, heads) gets the largest logits; it is empty if
-    the caller does not ask for them."""
+    """Runs the blocks of one pass on a backend. ``max_logits`` (batch, heads) gets the largest logits if the caller
+    asks for them."""
 
     def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: CallShapes, max_logits: bool = False) -> None:
         self.kernel, self.tiles, self.scale = prepared.kernels[pass_], prepared.tiles, prepared.scale
         self.shapes, self.acc = shapes, accumulator(shapes.dtype)
         self.of_keys, self.of_values = self.kernel.widths(shapes.head_dim, shapes.value_dim)
-        self.max_logits = torch.empty(shapes.q[:2] if max_logits else (0, 0), dtype=self.acc, device=shapes.device)
+        self.max_logits: Tensor | None = None
         if max_logits:
-            self.max_logits.fill_(float("-inf"))
+            self.max_logits = torch.full(shapes.q[:2], float("-inf"), dtype=self.acc, device=shapes.device)
             self.extra_results = (self.max_logits,)
 
     @property
@@ -151,7 +151,7 @@ class AttentionKernel(BlockKernel):
 
     def for_rehearsal(self) -> AttentionKernel:
         other = copy(self)
-        other.max_logits = self.max_logits.clone()
+        other.max_logits = None if self.max_logits is None else self.max_logits.clone()
         return other
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
@@ -177,7 +177,7 @@ class AttentionKernel(BlockKernel):
             ((q,), (k, v)), (out,) = inputs, results
             assert isinstance(out, Partial)
             self.kernel.forward(q, k, v, visible, self.scale, out)
-            if self.max_logits.numel():
+            if self.max_logits is not None:
                 made = part.program.pass_.makes(block)[0]
                 mine = part.wire.share(self.max_logits, made, part.place.head)
                 mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.scale)))
@@ -251,7 +251,8 @@ def run_forward(
             for part, (lse, out) in zip(prepared.parts, results, strict=True):
                 _poison_hidden_rows(part, out, lse)
         lse, out = _joined(prepared, results)
-        return out, lse, kept, torch.tensor(session.consensus.call_id, device="cpu"), kernel.max_logits
+        largest = kernel.max_logits
+        return out, lse, kept, started.number, lse.new_empty(0, 0) if largest is None else largest
 
 
 @rejoining

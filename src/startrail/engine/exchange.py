@@ -33,20 +33,21 @@ class HeadParts:
     @classmethod
     def cut(cls, flat: Tensor, wire: Wire, kinds: Sequence[str], nbytes: int) -> HeadParts:
         rows = flat.view(wire.sizes.plan.heads, -1)
-        fields = [wire.fields(kind, wire.local) for kind in kinds]
-        views = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
+        fields = [wire.sizes.fields(kind, wire.local) for kind in kinds]
+        views = (cut.of(rows) for cut in wire.cuts([field for of_piece in fields for field in of_piece]))
         by_piece = tuple(tuple(next(views) for _ in of_piece) for of_piece in fields)
         return cls(rows[:, :nbytes].unbind(0), by_piece, rows.shape[1] == nbytes)
 
 
 class Exchange:
-    """``all_to_all``: the lane can exchange all parts in one call, including our own, if they are dense."""
+    """``nbytes``: of the parts for one head rank. ``all_to_all``: the lane can exchange all parts in one call, with
+    our own, if they are dense."""
 
-    def __init__(self, wire: Wire, pieces: Sequence[Piece], pool: StreamBuffers, head: int, all_to_all: bool) -> None:
+    def __init__(
+        self, wire: Wire, pieces: Sequence[Piece], nbytes: int, pool: StreamBuffers, head: int, all_to_all: bool
+    ) -> None:
         self.wire, self.pool, self.head, self.device = wire, pool, head, pool.device
-        self.kinds = tuple(piece.kind for piece in pieces)
-        self.pieces = pieces
-        self.nbytes = sum(wire.part_bytes(kind) for kind in self.kinds)
+        self.kinds, self.pieces, self.nbytes = tuple(piece.kind for piece in pieces), pieces, nbytes
         self.coming_bytes, self.coming = self._parts()
         self.num_open = len(pieces)  # not taken yet
         self.at_once = all_to_all and self.coming.dense

@@ -131,29 +131,18 @@ class HaloKernel(BlockKernel):
         return (torch.empty(1, 1, *self.held, dtype=self.like.dtype, device=self.like.device),)
 
 
-def prepared_halo(session: Session, batch: Batch, rows: Tensor, before: int) -> PreparedHalo:
-    """What a halo of such ``rows`` runs with, which may be none, and where it finds its tokens."""
-    request = HaloRequest(HALO_FORWARD, rows, before, False)
-    prepared: PreparedHalo | None = batch.prepared.get(request.key)
-    if prepared is None:
-        prepared = request.prepare(session, batch)
-        batch.remember(request.key, prepared)
-    return prepared
-
-
 @rejoining
 def _run(session: Session, request: HaloRequest, rows: Tensor, op_key: Tensor) -> tuple[Tensor, Tensor]:
     """What this pass brings, and the number of the call."""
     with session.call():
         started = session.start_pass(request, op_key)
-        prepared, kept = started.prepared, torch.empty(0, dtype=torch.uint8, device=rows.device)
+        prepared = started.prepared
         (entering,) = request.pass_.enters
         is_forward = request.pass_.is_forward
         fetched = rows.new_empty(prepared.num_fetched if is_forward else 0, request.features)
         kernel = HaloKernel(prepared, (len(prepared.held), request.features), rows, fetched)
-        (results,) = started.run(kernel, [{entering: (rows.unsqueeze(0).unsqueeze(0),)}], kept)
-        number = torch.tensor(session.consensus.call_id, device="cpu")
-        return (fetched, number) if is_forward else (results["dedge"][0][0, 0], number)
+        (results,) = started.run(kernel, [{entering: (rows.unsqueeze(0).unsqueeze(0),)}])
+        return fetched if is_forward else results["dedge"][0][0, 0], started.number
 
 
 @torch.library.custom_op("startrail::gather_halo", mutates_args=(), tags=UNSAFE)

@@ -87,6 +87,7 @@ class Slot(NamedTuple):
     tokens: int
     nbytes: int
     views: tuple[object, Callable[[Tensor], Tensors]]  # how its bytes are viewed, with the key of the views' cache
+    shapes: list[tuple[int, ...]]  # of the sums that it is accumulated in, if it is a result
     kept: slice | None
 
 
@@ -171,7 +172,8 @@ class PreparedPart:
             tokens = self.part.tokens_of(self.program, piece)
             views = (piece.kind, tokens, self.wire.format), partial(self.wire.views, kind=piece.kind, tokens=tokens)
             nbytes = self.part.sizes.nbytes_of(piece.kind, tokens)
-            self._slots[piece] = Slot(len(self._slots), piece, tokens, nbytes, views, self.kept.get(piece))
+            shapes, kept = self.wire.result_shapes(piece.kind, tokens), self.kept.get(piece)
+            self._slots[piece] = Slot(len(self._slots), piece, tokens, nbytes, views, shapes, kept)
         return self._slots[piece]
 
     def _step(self, step: WalkStep) -> PreparedStep:
@@ -450,7 +452,7 @@ class PartRun:
 
     def _new_exchange(self, exchanged: ExchangedPieces) -> Exchange:
         at_once = self.runner.transport.has_all_to_all and self.part.place.all_to_all_lane is not None
-        return Exchange(self.wire, exchanged.pieces, self.pool, self.part.place.head, at_once)
+        return Exchange(self.wire, exchanged.pieces, exchanged.nbytes, self.pool, self.part.place.head, at_once)
 
     def _payload(self, plain: PlainMessage) -> Buffer:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""
@@ -505,8 +507,7 @@ class PartRun:
         """The running result of a piece, made on first use."""
         result = self.results[slot.number]
         if result is None:
-            shapes = self.wire.result_shapes(slot.piece.kind, slot.tokens)
-            result = self.results[slot.number] = self.kernel.new_result(slot.piece.kind, shapes)
+            result = self.results[slot.number] = self.kernel.new_result(slot.piece.kind, slot.shapes)
         return result
 
     def _final(self, slot: Slot) -> Tensors:

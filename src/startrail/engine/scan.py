@@ -263,16 +263,6 @@ class SharedCarryKernel(CarryKernel):
         self.after.index_add_(0, own, _moved(self.own_moves, state, self.matrix))
 
 
-def prepared_scan(session: Session, batch: Batch, state: StateType, kernel: str) -> PreparedScan:
-    """What a scan with such states runs with."""
-    request = ScanRequest(SCAN_FORWARD, state, kernel, False)
-    prepared: PreparedScan | None = batch.prepared.get(request.key)
-    if prepared is None:
-        prepared = request.prepare(session, batch)
-        batch.remember(request.key, prepared)
-    return prepared
-
-
 def _moved(moves: Tensor, states: Tensor, matrix: bool) -> Tensor:
     return moves @ states if matrix else moves * states
 
@@ -291,10 +281,9 @@ def _carry(
             after += _moved(moves, entering, matrix)
         make = CarryKernel if started.prepared.part.table.inner == 1 else SharedCarryKernel
         kernel = make(started.prepared, request.pass_, moves, matrix, before, after)
-        kept = torch.empty(0, dtype=torch.uint8, device=adds.device)
-        started.run(kernel, [{"state": (kernel.numbers.view(1, 1, -1, 1),)}], kept)
+        started.run(kernel, [{"state": (kernel.numbers.view(1, 1, -1, 1),)}])
         kernel.finish()
-        return before, after, torch.tensor(session.consensus.call_id, device="cpu")
+        return before, after, started.number
 
 
 @torch.library.custom_op("startrail::carry_states", mutates_args=(), tags=UNSAFE)

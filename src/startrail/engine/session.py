@@ -87,17 +87,25 @@ class Request(Protocol, Generic[P]):
 class StartedPass(NamedTuple, Generic[P]):
     """A pass that all ranks are about to run."""
 
+    request: Request[P]
     prepared: P
-    pass_: Pass
     compare: Compare
     runner: PassRunner
     consensus: Consensus
     is_first: bool  # of its kind
 
-    def run(self, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor) -> list[PartResults]:
-        """Run it on each part's ``inputs``. The first time, kernels are compiled before any message is sent: ranks may
+    @property
+    def number(self) -> Tensor:
+        """That of the call, to which its backward pass refers."""
+        return torch.tensor(self.consensus.call_id, device="cpu")
+
+    def run(self, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor | None = None) -> list[PartResults]:
+        """Run it on each part's ``inputs``. A forward pass leaves in ``kept`` what its backward pass needs. The first
+        time, kernels are compiled before any message is sent: ranks may
         take minutes longer than others, for which these would wait until their timeout."""
-        prepared = self.prepared.passes[self.pass_]
+        prepared = self.prepared.passes[self.request.pass_]
+        if kept is None:
+            kept = torch.empty(0, dtype=torch.uint8, device=self.request.device)
         if self.is_first and kernel.compiles and self.consensus.ledger is not None:
             self.runner.rehearse(prepared, kernel, inputs, kept)
             self.consensus.wait_until_all_are_ready()
@@ -214,7 +222,10 @@ class Session:
         if is_forward:
             self._digests.count_forward()
         batch, sequence = self._lookup(op_key)
-        prepared = self._prepared(request, batch)
+        try:
+            prepared = self.prepared(request, batch)
+        except ValueError as error:
+            self._refuse(str(error))
         data, device_digest = self._data_digest(sequence, request.device) if is_forward else (sequence.digest, None)
         backward_of = "" if request.forward is None else ".".join(map(str, request.forward.tolist()))
         gradients = is_forward and request.gradients
@@ -229,15 +240,13 @@ class Session:
         if self._has_to_compare(kind, is_new):
             compare = Compare.BEFORE if has_new_boundaries else Compare.DURING
         runner = self.runner_on(request.device)
-        return StartedPass(prepared, request.pass_, compare, runner, self.consensus, is_first)
+        return StartedPass(request, prepared, compare, runner, self.consensus, is_first)
 
-    def _prepared(self, request: Request[P], batch: Batch) -> P:
+    def prepared(self, request: Request[P], batch: Batch) -> P:
+        """What a request runs with, compiled once for each batch. Raises ``ValueError`` if it cannot run."""
         prepared: P | None = batch.prepared.get(request.key)
         if prepared is None:
-            try:
-                prepared = request.prepare(self, batch)
-            except ValueError as error:
-                self._refuse(str(error))
+            prepared = request.prepare(self, batch)
             batch.remember(request.key, prepared)
         return prepared
 

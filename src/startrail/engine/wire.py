@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ from startrail.schedule.sizes import Field
 from startrail.schedule.values import Piece
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Cut(NamedTuple):
+    """Where a tensor lies in the bytes of a piece, and its shape there: (batch, rows, heads, dim) if ``swapped``."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    swapped: bool
+
+    def of(self, flat: Tensor) -> Tensor:
+        """A view of the bytes (..., n)."""
+        x = flat.narrow(-1, self.start, self.nbytes).view(self.dtype).view(*flat.shape[:-1], *self.shape)
+        return x.transpose(-3, -2) if self.swapped else x
 
 
 class Wire:
@@ -40,42 +56,29 @@ class Wire:
         self.acc = accumulator(dtype)
         self.format = f"{self.sizes} {self.local} {dtype} {wire_dtype} {rows_first}"
         self._holds_inputs = torch.promote_types(wire_dtype, dtype) == wire_dtype
-        self._fields: dict[tuple[str, int], tuple[Field, ...]] = {}
+        self._cuts: dict[tuple[str, int], list[Cut]] = {}
         self._places_on: dict[tuple[torch.device, int], Chunks] = {}  # by device and stream
 
-    def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
-        if (kind, tokens) not in self._fields:
-            self._fields[kind, tokens] = self.sizes.fields(kind, tokens)
-        return self._fields[kind, tokens]
-
-    def cut(self, flat: Tensor, fields: Sequence[Field]) -> list[Tensor]:
-        """Views of the bytes (..., n) as these tensors. The widest lie first, so that each is aligned."""
-        dtypes = [self.acc if field.wide else self.wire_dtype for field in fields]
-        views: list[Tensor] = [flat] * len(fields)
-        start = 0
+    def cuts(self, fields: Sequence[Field]) -> list[Cut]:
+        """Where these tensors lie. The widest lie first, so that each is aligned."""
+        dtypes, start, cuts = [self.acc if field.wide else self.wire_dtype for field in fields], 0, {}
         for index in sorted(range(len(fields)), key=lambda index: -dtypes[index].itemsize):
             shape, dtype = fields[index].shape, dtypes[index]
-            stop = start + prod(shape) * dtype.itemsize
-            numbers = flat[..., start:stop].view(dtype)
-            if self.rows_first and len(shape) == 4:
-                batch, heads, rows, dim = shape
-                views[index] = numbers.unflatten(-1, (batch, rows, heads, dim)).transpose(-3, -2)
-            else:
-                views[index] = numbers.unflatten(-1, shape)
-            start = stop
-        return views
-
-    def part_bytes(self, kind: str) -> int:
-        """Bytes of the part of a piece that covers one rank's tokens."""
-        return self.sizes.nbytes_of(kind, self.local)
+            nbytes, swapped = prod(shape) * dtype.itemsize, self.rows_first and len(shape) == 4
+            shape = (shape[0], shape[2], shape[1], shape[3]) if swapped else shape
+            cuts[index] = Cut(start, nbytes, dtype, shape, swapped)
+            start += nbytes
+        return [cuts[index] for index in range(len(fields))]
 
     def views(self, flat: Tensor, kind: str, tokens: int) -> tuple[Tensor, ...]:
         """The tensors of a piece of ``tokens`` tokens, as views of its bytes."""
-        return tuple(self.cut(flat, self.fields(kind, tokens)))
+        if (kind, tokens) not in self._cuts:
+            self._cuts[kind, tokens] = self.cuts(self.sizes.fields(kind, tokens))
+        return tuple(cut.of(flat) for cut in self._cuts[kind, tokens])
 
     def result_shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
         """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
-        return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
+        return [field.shape for field in self.sizes.fields(kind, tokens) if len(field.shape) == 4]
 
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` as the peers see it. The backward pass may compute a block on another rank than the forward pass did,
