@@ -216,7 +216,8 @@ def _hybrid_cell(found: Mapping[str, SparseRow], name: str) -> str:
 
 def latents() -> str:
     """Latents and expanded keys, one table per pressure: the planner's choice in bold."""
-    parts, rows = [], recorded("latents")["rows"]
+    found = recorded("latents")
+    parts, rows, stated = [], found["rows"], dict(text.split("=", 1) for text in found["meta"]["arguments"])
     for pressure in dict.fromkeys(row["pressure"] for row in rows):
         of = sorted((row for row in rows if row["pressure"] == pressure), key=lambda row: row["seconds"])
         best = min(row["seconds"] for row in of if row["sends"] != "latents")
@@ -232,7 +233,8 @@ def latents() -> str:
             for row in of
         ]
         heads = ["plan", "sends", "s", "x best with expanded keys", "MB off a node", "closed form"]
-        title = f"{of[0]['machine']}, a ring of expanded keys at {pressure:g}x its compute:"
+        of_trial = f"{of[0]['machine']}, {int(stated['length']):,} tokens"
+        title = f"{of_trial}, a ring of expanded keys at {pressure:g}x its compute:"
         parts.append(f"{title}\n\n{table(heads, body)}")
     return "\n\n".join([*parts, source("latents")])
 

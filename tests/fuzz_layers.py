@@ -23,10 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.compile.call import compile_call
 from startrail.compile.halo import Halo
-from startrail.compile.scan import Scan
 from startrail.kernels.convolution import causal_conv1d
 from startrail.launch.local import RankError, run_local
-from tests.engine.splits import LAYOUTS, PACKINGS, SplitCase, random_split
+from tests.engine.splits import LAYOUTS, PACKINGS, SplitCase, random_split, scan_of
 from tests.fuzz import _variants
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -171,17 +170,17 @@ def on_ranks(case: LayerCase, sequence: startrail.Sequence, inputs: list[Tensor]
     return list(found) if final else [found]
 
 
-def promised_bytes(case: LayerCase, rank: int, gradients: bool) -> int:
-    """What a rank sends, by closed form."""
+def promised_bytes(case: LayerCase, sp: startrail.SequenceParallel, gradients: bool) -> int:
+    """What a rank sends, by closed form. A described cluster may decide how states travel."""
     split, itemsize = case.split, case.dtype.itemsize
     if case.kind == "conv1d":
         if case.width == 1:
             return 0
         problem: Any = Halo(split.boundaries, 1, "", "", case.width - 1, 5 * case.batch, itemsize)
     else:
-        numbers = KINDS[case.kind][0](replace(case, batch=1), 1)[1]
-        problem = Scan(split.boundaries, 1, "", "", case.batch * torch.Size(numbers).numel(), itemsize)
-    call = compile_call(problem, split.split, rank)
+        shape = KINDS[case.kind][0](replace(case, batch=1), 1)[1]
+        problem = scan_of(split.boundaries, case.kind, case.batch, shape, itemsize)
+    call = compile_call(problem, sp._session.settings.split, sp.rank)
     return sum(sum(call.traffic(pass_)) for pass_ in problem.passes[: 1 + gradients])
 
 
@@ -221,7 +220,7 @@ def check(case: LayerCase, rank: int, parallels: dict[Any, startrail.SequencePar
         found = run(*local)
     own = [sequence.shard(cotangents[0], 1), *(x / sp.world for x in cotangents[1:])]
     grads = _grads(found, local, own, gradients)
-    sent, promised = sum(level["bytes"] for level in sp.traffic().values()), promised_bytes(case, rank, gradients)
+    sent, promised = sum(level["bytes"] for level in sp.traffic().values()), promised_bytes(case, sp, gradients)
     ours = [sequence.unshard(found[0], 1), *found[1:]]
     for n, grad in enumerate(grads):
         ours.append(sequence.unshard(grad, 1) if per_token(case, inputs, n) else _summed(sequence, grad))

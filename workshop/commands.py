@@ -181,7 +181,7 @@ def _add_latents(benchmarks: Commands) -> None:
     option = command.add_argument
     option("--shape", default="4x8", metavar="NxR", help="nodes x ranks per node (default %(default)s)")
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0, 3.0, 1.0], metavar="X", help="(default 24 8 3 1)")
-    option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--length", type=int, default=16384, help="tokens (default %(default)s)")
     option("--batch", type=int, default=1, help="sequences (default %(default)s)")
     option("--repeats", type=int, default=3, help="at most; slow contenders run fewer (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")

@@ -1,4 +1,4 @@
-"""torchtitan's trainer and Llama 3 with startrail instead of its own context parallelism.
+"""torchtitan's trainer, Llama 3 and Qwen3 (also its mixtures) with startrail instead of its own context parallelism.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_llama --config llama3_8b \
         --parallelism.context_parallel_degree 4 --plan u4 --training.seq_len 131072
@@ -14,7 +14,10 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.llama3 import config_registry, parallelize
+from torchtitan.models.llama3 import config_registry as llama3
+from torchtitan.models.llama3 import parallelize as parallelize_llama3
+from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.models.qwen3 import parallelize as parallelize_qwen3
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
@@ -22,7 +25,8 @@ from startrail import Sequence, SequenceParallel
 
 SAVED = SelectiveAC.get_save_ops
 SelectiveAC.get_save_ops = lambda self: SAVED(self) | {torch.ops.startrail.attention.default}  # or it would run twice
-parallelize.apply_cp_to_forward = lambda *_: None  # torchtitan's own context parallelism
+for family in (parallelize_llama3, parallelize_qwen3):  # which would use torchtitan's own context parallelism
+    family.apply_cp_to_forward = lambda *_: None
 
 
 class Attention(Module):
@@ -76,4 +80,8 @@ def with_startrail(config: Trainer.Config) -> StarTrailTrainer.Config:
 
 
 def llama3_8b() -> StarTrailTrainer.Config:  # and so on, with torchtitan's own settings
-    return with_startrail(config_registry.llama3_8b())
+    return with_startrail(llama3.llama3_8b())
+
+
+def qwen3_30b_a3b() -> StarTrailTrainer.Config:  # with --parallelism.expert_parallel_degree
+    return with_startrail(qwen3.qwen3_30b_a3b())

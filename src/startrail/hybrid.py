@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from startrail._compat import not_compiled
-from startrail.engine.arguments import is_int
+from startrail.engine.arguments import check_tangents, is_int
 from startrail.engine.halo import prepared_halo
 from startrail.engine.scan import StateType, prepared_scan
 from startrail.geometry.layout import Runs, cut_at_documents
@@ -150,7 +150,7 @@ def _scan(
     call = " ".join([name, *stated, *(key for key, value in flags.items() if value)])
     recurrence = on_all_ranks(sequence, prepare)
     batch, _, *shape = recurrence.shape
-    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.matrix)
+    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.moves)
     part = prepared_scan(sequence.sp._session, sequence._state.batch, state, call).part
     entering = None
     if initial_state is not None:
@@ -179,7 +179,8 @@ def _carried(
     runs where they do."""
     carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
     if not part.is_alone:
-        given = recurrence.transition, recurrence.contribution, entering
+        transition = recurrence.transition.expand(*recurrence.shape[:3], *recurrence.moves)
+        given = transition, recurrence.contribution, entering
         inputs = [x if x is None else x.transpose(0, 1) for x in given]
         before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
         return recurrence.outputs(before.transpose(0, 1)), after
@@ -188,8 +189,7 @@ def _carried(
     if not sequence.local:
         states = _Tied.apply(states, *tensors)
     states = states.transpose(0, 1)
-    moves = (*states.shape[:-1], states.shape[-2]) if recurrence.matrix else states.shape
-    nothing = states.new_zeros(()).expand(moves)
+    nothing = states.new_zeros(()).expand(*states.shape[:3], *recurrence.moves)
     before, after, _ = carry(nothing, states, None, recurrence.matrix, kernel=call[0], gradients=call[1])
     return _Tied.apply(out, before), after
 
@@ -220,6 +220,7 @@ def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     _check_tokens(sequence, x, dim)
+    check_tangents("a halo", x)
     return dim % x.dim()
 
 

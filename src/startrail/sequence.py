@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
-from startrail.engine.arguments import AttentionCall, LatentShapes, read_call, read_latent_call, read_mask, shapes_of
+from startrail.engine.arguments import (
+    AttentionCall,
+    LatentShapes,
+    check_tangents,
+    read_call,
+    read_latent_call,
+    read_mask,
+    shapes_of,
+)
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
 from startrail.engine.latents import expand
@@ -369,9 +376,10 @@ class Sequence:
         values latent W_v, which travel as latents and are expanded where they are used.
 
         q: (batch, heads, local tokens, key dim + rope dim). latent: (batch, local tokens, rank), after its norm.
-        k_rope: (batch, local tokens, rope dim), after rotary embeddings, shared by all heads. w_k: (heads, key dim,
-        rank) and w_v: (heads, value dim, rank), as ``nn.Linear`` has them. Options and results are those of
-        ``attention``. The gradients of w_k and w_v are this rank's share: sum them over ranks like any weight's.
+        k_rope: (batch, local tokens, rope dim), after rotary embeddings, shared by all heads; rope dim may be 0. w_k:
+        (heads, key dim, rank) and w_v: (heads, value dim, rank), as ``nn.Linear`` has them. Options and results are
+        those of ``attention``. The gradients of w_k and w_v are this rank's share: sum them over ranks like any
+        weight's.
 
         >>> from startrail import SequenceParallel
         >>> sequence = SequenceParallel("1x1").sequence(5)
@@ -404,7 +412,7 @@ class Sequence:
     def _reading(self, *tensors: Tensor) -> Iterator[None]:
         """A ``ValueError`` while a call's arguments are read is raised on all ranks."""
         try:
-            _check_tangents(*tensors)
+            check_tangents("attention", *tensors)
             yield
         except ValueError as error:
             self.sp._session.refuse(str(error), self._state.op_key)
@@ -494,13 +502,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _check_tangents(*tensors: object) -> None:
-    if not torch.compiler.is_compiling() and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
-        raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

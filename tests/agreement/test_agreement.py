@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import startrail
+from startrail._compat import default_store
 from startrail.agreement.consensus import Consensus
 from startrail.agreement.gather import gather_texts, gather_values
 from startrail.agreement.waits import Meeting, PublishedWait, read_wait
@@ -226,13 +227,14 @@ def test_a_timeout_says_what_every_rank_waits_for():
         dist.barrier()
         if rank == 1:  # skips unshard, and waits for the others elsewhere
             skipped = error_of(lambda: gather_texts("here"))
+            default_store().set("rank 1 has timed out", "1")
         else:
             skipped = error_of(lambda: a.unshard(x, 0))
-            time.sleep(1.5)  # until rank 1 has timed out
+            default_store().wait(["rank 1 has timed out"])
         order = error_of(lambda: (b if rank == 1 else a).attention(*qkv(8)))
         return skipped, order
 
-    for rank, (skipped, order) in enumerate(run_local(on_rank, 3, deadline=60, timeout=3)):
+    for rank, (skipped, order) in enumerate(run_local(on_rank, 3, deadline=60, timeout=6)):
         assert skipped.startswith("PeerError: ") and order.startswith("PeerError: "), (skipped, order)
         if rank == 1:
             assert "gathering texts: a rank is gone or late" in skipped

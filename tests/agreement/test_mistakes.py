@@ -176,13 +176,12 @@ def test_check_every_call_compares_known_calls_before_sending(monkeypatch):
         sp = startrail.SequenceParallel("1x2", timeout=30)
         attend(sp, *qkv(tokens=16))
         attend(sp, *qkv(tokens=32))
-        start = time.monotonic()
         text = error_of(lambda: attend(sp, *qkv(tokens=16 + 16 * rank)))
-        return text, time.monotonic() - start, sp.traffic()["level 0"]["hops"]
+        return text, sp.traffic()["level 0"]["hops"]
 
-    for text, seconds, hops in run_local(on_rank, 2, deadline=60):
+    for text, hops in run_local(on_rank, 2, deadline=60):
         assert "ranks disagree" in text
-        assert seconds < 1.5 and hops == 2, "compared before anything was sent"
+        assert hops == 2, "compared before anything was sent"
 
 
 @pytest.mark.parametrize("plan, how, pieces", [("1x3", "killed", "kv1"), ("u2/u2", "stalled", "q0 kv0")])

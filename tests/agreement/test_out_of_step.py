@@ -283,13 +283,13 @@ def test_a_rank_that_does_not_reconnect_is_reported_within_the_timeout():
         is_exact(sp)
         error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))  # on all ranks, which closes their lanes
         if rank:
-            time.sleep(4)
+            time.sleep(12)
             return None
         return timed(lambda: sp._session.runner_on(torch.device("cpu")))
 
     text, seconds = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))[0]
     assert text.startswith("PeerError: global rank 0: no connection to ranks [0, 1] within 0:00:02"), text
-    assert seconds < 6
+    assert seconds < 11
 
 
 STORE_HOST = """

@@ -10,6 +10,12 @@ from tests.fuzz_layers import KINDS, STYLES, WORLDS, LayerCase, product, random_
 from tests.helpers import FULL
 
 
+@pytest.fixture(autouse=True)
+def no_described_cluster(monkeypatch):
+    """Otherwise its prices decide, and states travel one way only."""
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+
+
 def test_a_few_random_cases():
     assert not run(first_seed=30_000, count=300 if FULL else 30)
 

@@ -33,7 +33,7 @@ def ranks(machine: Machine, load: dict[str, float] | None = None, **changes: dic
 
 
 def described(machine: Machine, **changes: dict) -> Measured:
-    return describe(machine, ranks(machine, **changes), "a CPU", 8e9, "gloo")
+    return describe(machine, ranks(machine, **changes), "a CPU", 8e9, on_gpu=False)
 
 
 def test_nodes_that_share_a_link_and_ranks_that_do_not():
@@ -56,12 +56,12 @@ def test_one_link_per_rank_is_detected_because_all_ranks_get_full_bandwidth():
 def test_what_few_channels_reach_is_written_down_where_it_is_less():
     """All ranks of a node share its link, so what one of them reaches counts as often as there are ranks."""
     everyone = [found | {"few 0": 0.49e9, "few 1": 1e9, "post": 15e-6} for found in ranks(Machine(4, 2))]
-    cluster = describe(Machine(4, 2), everyone, "a GPU", 8e9, "nccl").cluster
+    cluster = describe(Machine(4, 2), everyone, "a GPU", 8e9, on_gpu=True).cluster
     assert [level.under_compute for level in cluster.levels] == [0.0, 1e9]
     again = read_cluster(parse_text(cluster_text(cluster, "text"), Path("x.toml")), "again", "x.toml")
     assert [level.under_compute for level in again.levels] == [0.0, 1e9]
     slow = [found | {"few 0": 0.2e9} for found in everyone]
-    assert describe(Machine(4, 2), slow, "a GPU", 8e9, "nccl").cluster.levels[0].under_compute == 0.4e9
+    assert describe(Machine(4, 2), slow, "a GPU", 8e9, on_gpu=True).cluster.levels[0].under_compute == 0.4e9
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ attention; and how to run them on local ranks."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import startrail
 from startrail.compile.problem import Boundaries, Split
+from startrail.compile.scan import Scan
 from startrail.geometry.layout import weights_of
 from startrail.schedule.plan import Plan
 
@@ -70,3 +73,12 @@ def random_split(
 
 def of_each_document(case: SplitCase) -> list[tuple[int, int]]:
     return list(pairwise(case.documents))
+
+
+def scan_of(boundaries: Boundaries, kind: str, batch: int, shape: Sequence[int], itemsize: int) -> Scan:
+    """A scan by the recurrence ``kind``, the state of which is ``shape`` for each sequence of the batch: heads or
+    channels first, which do not mix. Of each, M is a matrix for the delta rules, one number for decayed attention, and
+    as many numbers as the state else."""
+    features, units = batch * prod(shape), batch * shape[0]
+    moves = units * shape[1] ** 2 if "delta" in kind else units if kind == "decayed_attention" else features
+    return Scan(boundaries, batch, "", "", features, itemsize, units=units, effect=moves + features)

@@ -37,7 +37,7 @@ from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
 from startrail.transport import nccl
 from startrail.transport import process_groups as groups
-from startrail.transport.counters import Counters, Stopwatch
+from startrail.transport.counters import MAX_UNREAD, Counters, Stopwatch
 from startrail.transport.interface import Compare, MessageSet, Transport
 from startrail.transport.lanes import Lane
 from startrail.transport.nccl import Nccl
@@ -266,10 +266,11 @@ def test_the_watchdog_goes_on_after_errors_and_says_so_once(monkeypatch, caplog)
 class Event:
     """A clock that the test sets."""
 
-    now = 0.0
+    now, made = 0.0, 0
 
     def __init__(self, device, enable_timing=False):
         assert enable_timing
+        Event.made += 1
 
     def record(self):
         self.time = Event.now
@@ -286,7 +287,7 @@ class Event:
 
 def test_time_on_a_gpu_is_measured_by_events_and_read_on_request(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
-    Event.now, Event.synchronized = 0.0, False
+    Event.now, Event.made, Event.synchronized = 0.0, 0, False
     stopwatch = Stopwatch()
     for _ in range(1000):
         start = stopwatch.start(CUDA)
@@ -294,6 +295,7 @@ def test_time_on_a_gpu_is_measured_by_events_and_read_on_request(monkeypatch):
         stopwatch.stop(start, CUDA)
     assert not Event.synchronized
     assert len(stopwatch._unread) < 1000, "those long over are read on the way"
+    assert Event.made <= 2 * (MAX_UNREAD + 1), "and used again"
     assert stopwatch.seconds() == 500.0
     assert Event.synchronized
 
@@ -370,6 +372,9 @@ def test_torch_must_not_abort_transfers_and_go_on(name, monkeypatch):
         ("u4/1x2", [32, 8], 8),
         ("1x2/1x4", [8, 8], 16),
         ("u4/1x2,groups=2", [8, 8], 16),
+        ("1x8,channels=16", [16], 16),
+        ("u4/1x2,channels=24", [32, 24], 24),
+        ("1x2/1x4,channels=8/16", [8, 16], 24),
     ],
 )
 def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels, margin, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
 import startrail
@@ -192,6 +193,7 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
             lambda: sequence.conv1d(x, weight, weight, dim=1),
             lambda: sequence.conv1d(x, weight, activation="gelu", dim=1),
             lambda: sequence.conv1d(x, weight, dim=0),
+            lambda: jvp(lambda x: sequence.conv1d(x, weight, dim=1), (x,), (x,)),
         ]
         texts = []
         for call in calls:
@@ -210,6 +212,7 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
         "bias (2, 4) does not have one number for each of 2 channels",
         "activation 'gelu' is not None, silu or swish",
         "conv1d takes a tensor of three dimensions",
+        "a halo has no forward-mode derivative, but an argument is a dual tensor",
     ]
     for texts in run_local(on_rank, 2):
         for text, message in zip(texts, messages, strict=True):

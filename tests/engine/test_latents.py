@@ -42,10 +42,10 @@ SHAPES = [
 ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-4}  # of the root mean square
 
 
-def make_inputs(length, heads=8, batch=2, dtype=torch.float64, seed=0):
+def make_inputs(length, heads=8, batch=2, dtype=torch.float64, seed=0, rope=ROPE):
     """The whole q, latent, k_rope, w_k, w_v, and a cotangent of the output."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, length, KEY + ROPE), (batch, length, RANK), (batch, length, ROPE)]
+    shapes = [(batch, heads, length, KEY + rope), (batch, length, RANK), (batch, length, rope)]
     shapes += [(heads, KEY, RANK), (heads, VALUE, RANK), (batch, heads, length, VALUE)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
@@ -88,7 +88,8 @@ def mistakes(sequence, inputs, dout, truth, call=None, **options):
     for name, mine, true, dim in zip(("out", *NAMES), (out.detach(), *grads), expected, (2, *DIMS), strict=True):
         if dim is not None:
             mine, true = (x.movedim(dim, -1) * real for x in (mine, true))
-        found += gradient_mistakes({name: mine}, {name: true}, ALLOWED[out.dtype], least=1e-3)
+        if true.numel():  # k_rope may have no width
+            found += gradient_mistakes({name: mine}, {name: true}, ALLOWED[out.dtype], least=1e-3)
     return found, own
 
 
@@ -183,6 +184,22 @@ def test_masks_of_slices_and_unequal_shares():
             found += mistakes(sp.sequence(90), inputs, dout, truths[False], mask=mask)[0]
             shares = (1, 1, 0.5, 0.25)
             found += mistakes(sp.sequence(90, shares=shares), inputs, dout, truths[True], causal=True)[0]
+        return found
+
+    assert run_local(on_rank, 4) == [[]] * 4
+
+
+def test_hidden_states_travel_as_latents_without_a_rotary_part():
+    """A plain model without rotary embeddings sends its hidden states, half as wide as its keys and values."""
+    *inputs, dout = make_inputs(96, rope=0)
+    truth = one_process(inputs, dout, visible(96, True))
+
+    def on_rank(rank):
+        found = []
+        for plan in ("1x4", "2x2,keep=all", "u2/1x2"):
+            sp = startrail.SequenceParallel(plan)
+            found += mistakes(sp.sequence(96), inputs, dout, truth, causal=True)[0]
+            assert sp.sizes(*inputs).nbytes("kv") == 2 * 96 * (2 if "u2" in plan else 1) * RANK * 8
         return found
 
     assert run_local(on_rank, 4) == [[]] * 4
@@ -340,6 +357,20 @@ def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
         for peak, limit in zip(peaks, limits, strict=True):
             assert sizes.expanded_bytes < peak < limit, (peak, limit)
         assert kept == 0 or kept < 1.1 * (sizes.nbytes("q") + sizes.nbytes("kv"))
+
+
+@pytest.mark.parametrize("plan, columns", [("2x2,keep=all", 2), ("2x2", 2), ("1x4,keep=all", 4), ("4x1", 1), ("u4", 1)])
+def test_gradients_of_a_column_become_the_latents_once(plan, columns, monkeypatch):
+    made, contract = [], latents.LatentKernel._contract
+    monkeypatch.setattr(latents.LatentKernel, "_contract", lambda *args: (made.append(args), contract(*args))[1])
+    *inputs, dout = make_inputs(64)
+    truth = one_process(inputs, dout, visible(64, True))
+
+    def on_rank(rank):
+        found, _ = mistakes(startrail.SequenceParallel(plan).sequence(64), inputs, dout, truth, causal=True)
+        return found, len(made)
+
+    assert run_local(on_rank, 4) == [([], columns)] * 4
 
 
 def test_more_columns_than_are_held_expanded():

@@ -167,7 +167,7 @@ def run_pass(started, given, shapes, kept):
 
 @pytest.mark.parametrize(
     "plan, forward, backward",
-    [("1x8", 17, 45), ("u8", 7, 10), ("u4/1x2", 10, 18), ("2x4", 21, 55), ("u2/2x2,keep=all", 16, 29)],
+    [("1x8", 17, 43), ("u8", 7, 10), ("u4/1x2", 10, 18), ("2x4", 21, 53), ("u2/2x2,keep=all", 16, 29)],
 )
 def test_launches_of_a_pass_are_pinned_and_the_host_reads_nothing(plan, forward, backward, fused_kernels):
     """Kernels without the transfers. 1x8 forward: 8 of flash attention, 3 merges of up to 4 results, 4 copies, and 2
@@ -184,11 +184,12 @@ def test_merged_bytes_are_pinned(plan, causal, expected, fused_kernels):
     assert fused_kernels.merged_bytes / (16 * 8192 * 128) == expected
 
 
-@pytest.mark.parametrize("plan, expected", [("1x8", 199), ("u8", 0), ("2x4", 218.125)])
+@pytest.mark.parametrize("plan, expected", [("1x8", 179), ("u8", 0), ("2x4", 194.125)])
 def test_bytes_of_adding_up_gradients_are_pinned(plan, expected, fused_kernels):
     """Sums and copies of one backward pass, per element of a rank's queries. A ring adds its gradients to those of a
-    peer where they arrived, and sends them on, without an accumulator in float32 and a copy: 311 before. The copies
-    of an exchange are not counted: `rearrange` reads and writes each tensor once."""
+    peer where they arrived, and sends them on, without an accumulator in float32 and a copy; the last sum is written
+    where the caller gets it: 311 before. The copies of an exchange are not counted: `rearrange` reads and writes each
+    tensor once."""
     _, backward, *_ = run(plan, passes=1, causal=True)
     assert (fused_kernels.summed_bytes + backward.copied_bytes) / (16 * 8192 * 128) == expected
 

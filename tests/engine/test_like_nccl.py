@@ -135,7 +135,7 @@ def test_a_dead_or_stalled_peer_raises_on_every_other_rank_within_the_timeout(pl
         assert text.startswith(f"PeerError: rank {rank}, {pass_} step ") and f" of plan {plan}: " in text, text
         assert "did not end within 0:00:03" in text
         assert "comparing calls failed" not in text, "the wait raises, not the end of the pass"
-        assert seconds < 8
+        assert seconds < 20, "rank 1 would have come after 30"
         assert ended, "groups must be aborted before they are shut down"
     assert any("rank 1 (global rank 1) over level 0" in results[rank][0] for rank in (0, 2)), results
 

@@ -117,20 +117,26 @@ def of_halos(trace, sp, case):
     trace.launch("the model", [returned], [grad])
 
 
-def of_scans(trace, sp, case):
+def of_scans(trace, sp, case, matrix=False):
     """Scans as their ops know them: what each run does to a state."""
     sequence = sp.sequence(races.LENGTH, case.documents)
     own = sequence._state.op_key, sp._name, "kernel"
-    kind = StateType((2, 16), torch.float32, torch.device("meta"))
+    shape, move = ((2, 4, 8, 16), (8, 8)) if matrix else ((2, 16), ())
+    kind = StateType(shape, torch.float32, torch.device("meta"), move)
     runs = len(prepared_scan(sp._session, sequence._state.batch, kind, "kernel").part.runs)
-    moves, adds, before, after = (x.detach() for x in new(trace, *4 * [(runs, 2, 16)], dtype=torch.float32))
-    *states, number = torch.ops.startrail.carry_states(moves, adds, None, False, *own, True)
+    shapes = [(runs, *shape[:2], *move), *3 * [(runs, *shape)]]
+    moves, adds, before, after = (x.detach() for x in new(trace, *shapes, dtype=torch.float32))
+    *states, number = torch.ops.startrail.carry_states(moves, adds, None, matrix, *own, True)
     trace.launch("the model", states, [adds])
-    grads = torch.ops.startrail.carry_states_back(moves, before, after, False, number, *own)
+    grads = torch.ops.startrail.carry_states_back(moves, before, after, matrix, number, *own)
     trace.launch("the model", grads, [moves, before, after])
 
 
-@pytest.mark.parametrize("program", [of_latents, of_halos, of_scans])
+def of_matrix_scans(trace, sp, case):
+    of_scans(trace, sp, case, matrix=True)
+
+
+@pytest.mark.parametrize("program", [of_latents, of_halos, of_scans, of_matrix_scans])
 def test_other_kinds_of_calls(program):
     for plan, world in (("1x4", 4), ("u2/1x2", 4), ("2x2", 4)):
         for case in (CASES[0], CASES[3]):

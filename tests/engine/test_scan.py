@@ -22,8 +22,9 @@ from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.transport import process_groups as groups
+from startrail.view.trace import EventRecorder
 from tests import like_nccl
-from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split
+from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split, scan_of
 from tests.helpers import FULL, error_of, worst
 
 PASSES = (SCAN_FORWARD, SCAN_BACKWARD)
@@ -222,11 +223,8 @@ def results_on_rank(case, kind, seed, dtype=torch.float64):
     torch.autograd.grad(out, local, sequence.shard(cotangents[0].to(out.dtype), 1))
     sent = sum(level["bytes"] for level in sp.traffic().values())
     itemsize = torch.promote_types(dtype, torch.float32).itemsize
-    features = batch * states[0, 0].numel()
-    units = batch * shape[0]
-    transition = units * shape[1] ** 2 if "delta" in kind else features
-    call = calls_of(case, features=features, units=units, effect=features + transition)[sp.rank]
-    same_bytes = sent == itemsize // 8 * sum(sum(call.traffic(pass_)) for pass_ in PASSES)
+    call = compile_call(scan_of(case.boundaries, kind, batch, shape, itemsize), case.split, sp.rank)
+    same_bytes = sent == sum(sum(call.traffic(pass_)) for pass_ in PASSES)
     out_again, final = sequence.scan(kernel, *local[:-1], initial_state=local[-1], output_final_state=True, **options)
     shares = [sequence.shard(cotangents[0].to(out.dtype), 1), cotangents[1].to(final.dtype) / sequence.sp.world]
     grads = torch.autograd.grad((out_again, final), local, shares)
@@ -428,3 +426,22 @@ def test_kernels_choose_their_precision_under_autocast(kind):
             out = sequence.scan(getattr(startrail, kind), *inputs, **options)
         results.append([out, *torch.autograd.grad(out.sum(), inputs)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_traces_have_both_ends_of_every_message():
+    def on_rank(rank):
+        sp, recorder = startrail.SequenceParallel("1x2/1x2"), EventRecorder(rank)
+        sequence = sp.sequence(64, [0, 20, 64])
+        sp.on_event(recorder)
+        inputs = [x.requires_grad_() for x in delta_inputs(1, sequence.local)[0]]
+        values = sequence.conv1d(inputs[2].flatten(2), torch.randn(12, 4), dim=1).view_as(inputs[2])
+        sequence.scan(startrail.gated_delta_rule, *inputs[:2], values, *inputs[3:]).sum().backward()
+        return recorder.records
+
+    records = [record for of_rank in run_local(on_rank, 4) for record in of_rank]
+    assert {record.pass_ for record in records} == {
+        f"{kind} {way}" for kind in ("halo", "scan") for way in ("forward", "backward")
+    }
+    sent = sorted(name for record in records for name in record.posts)
+    arrived = sorted(name for record in records for name in record.arrivals)
+    assert sent == arrived and len(set(sent)) == len(sent) > 20

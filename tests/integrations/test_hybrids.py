@@ -6,7 +6,7 @@ import inspect
 import sys
 from functools import partial
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import startrail
@@ -275,7 +276,7 @@ def test_kernels_of_other_libraries_get_the_right_arguments(monkeypatch):
 
 
 def test_kernels_of_other_libraries_are_found_where_transformers_has_them(monkeypatch):
-    """On CUDA only, and not for float64, which they do not support."""
+    """In a package or from the hub; on CUDA only, and not for float64, which they do not support."""
     package = ModuleType("fla")
     package.chunk_gated_delta_rule = lambda q, k, v, g, beta, cu_seqlens=None: None
     monkeypatch.setitem(sys.modules, "fla", package)
@@ -285,7 +286,44 @@ def test_kernels_of_other_libraries_are_found_where_transformers_has_them(monkey
         SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
         for is_cuda, dtype in ((True, torch.bfloat16), (True, torch.float64), (False, torch.bfloat16))
     )
-    assert recurrent.fused_kernel(seam, cuda) is package.chunk_gated_delta_rule
-    assert recurrent.fused_kernel(seam, double) is recurrent.fused_kernel(seam, cpu) is None
-    assert recurrent.fused_kernel(modeling_qwen3_next.torch_chunk_gated_delta_rule, cuda) is None, "not installed"
-    assert recurrent.fused_kernel(torch_only, cuda) is None
+    assert seams.fused_kernel(seam, cuda) is package.chunk_gated_delta_rule
+    assert seams.fused_kernel(seam, double) is seams.fused_kernel(seam, cpu) is None
+    assert seams.fused_kernel(modeling_qwen3_next.torch_chunk_gated_delta_rule, cuda) is None, "not installed"
+    assert seams.fused_kernel(torch_only, cuda) is None
+    module = as_module(seam)
+    assert seams.fused_kernel(module, cuda) is package.chunk_gated_delta_rule
+    module.forward = MethodType(type(module).forward, module)  # the hub has no kernel for this device
+    assert seams.fused_kernel(module, cuda) is package.chunk_gated_delta_rule
+    module.forward = MethodType(from_the_hub, module)
+    assert seams.fused_kernel(module, cuda) is module and seams.fused_kernel(module, cpu) is None
+    assert seams.fused_kernel(as_module(modeling_qwen3_next.torch_chunk_gated_delta_rule), cuda) is None
+
+
+def as_module(func):
+    """What ``use_kernel_forward_from_hub`` of the ``kernels`` library makes of a function."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *arguments, **options):
+            return func(*arguments, **options)
+
+    return Func()
+
+
+def from_the_hub(module, *arguments, **options):
+    """Takes the place of such a module's forward pass when a model is kernelized."""
+    raise RuntimeError("this kernel runs on CUDA only")
+
+
+def test_models_with_kernels_of_the_hub_are_attached_and_restored(monkeypatch):
+    sp, modeling, name = startrail.SequenceParallel("1x1"), modeling_qwen3_5, "torch_chunk_gated_delta_rule"
+    right, module = getattr(modeling, name), as_module(getattr(modeling, name))
+    module.forward = MethodType(from_the_hub, module)
+    results = []
+    for seam in (right, module):
+        monkeypatch.setattr(modeling, name, seam)
+        model = attach(tiny("qwen3.5"), sp)
+        assert getattr(modeling, name) is not seam
+        results.append(model(**shard_batch(sp, **packed(9, 11))).loss.item())
+        detach(model)
+        assert getattr(modeling, name) is seam
+    assert results[0] == results[1]

@@ -12,9 +12,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 import transformers as hf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import startrail
 from startrail.diagnostics.observe import Observed, recorded_attention
+from startrail.diagnostics.verify import verify
 from startrail.integrations import latents, survey
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.launch.local import run_local
@@ -128,6 +132,19 @@ def test_latents_are_sent_unless_turned_off_or_replaced():
         assert max(losses.values()) - min(losses.values()) < 1e-5
 
 
+def test_verify_compares_what_a_job_runs():
+    """Not expanded keys, which a layer sends that is observed by hooks of its own."""
+
+    def make():
+        ids = tokens(1, 64)
+        return model_of("deepseek_v3", torch.float32), dict(input_ids=ids, labels=ids)
+
+    with warnings.catch_warnings():  # the ranks are forked, and inherit it
+        warnings.filterwarnings("error", f".*{latents.INSTEAD}")
+        verdict = verify(make, ranks=2)
+    assert verdict.same, verdict.text
+
+
 def test_compiled_and_recomputed_layers():
     ids = tokens(1, 64)
     truth = alone("deepseek_v3", dict(input_ids=ids, labels=ids))
@@ -153,6 +170,64 @@ def test_compiled_and_recomputed_layers():
         return wrong
 
     assert run_local(on_rank, 2) == [[]] * 2
+
+
+def over_heads(layer, mesh):
+    """Split a layer's heads. Each rank's gradient of k_rope, which all heads share, is that of its own heads."""
+    split = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    parallelize_module(layer, mesh, split)
+
+    def sum_rope(grad):
+        grad = grad.clone()
+        torch.distributed.all_reduce(rope := grad[..., LATENT["kv_lora_rank"] :].contiguous(), group=mesh.get_group())
+        grad[..., LATENT["kv_lora_rank"] :] = rope
+        return grad
+
+    def hook(module, inputs, out):
+        if out.requires_grad:
+            out.register_hook(sum_rope)
+
+    layer.kv_a_proj_with_mqa.register_forward_hook(hook)
+
+
+def over_features(layer, mesh):
+    """Split what transformers' own plan for this family splits."""
+    split = dict(gate_proj=ColwiseParallel(), up_proj=ColwiseParallel(), down_proj=RowwiseParallel())
+    parallelize_module(layer, mesh, split)
+
+
+def test_tensor_parallelism_of_experts_sends_latents_and_that_of_heads_expanded_keys():
+    """A sharded projection sums its latents' gradients over its own ranks, so it expands before keys are sent."""
+    ids = tokens(1, 64)
+    truth = alone("deepseek_v3", dict(input_ids=ids, labels=ids))
+
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+        sp, found = startrail.SequenceParallel("1x2", mesh=mesh["sp"]), []
+        for split in (over_heads, over_features):
+            model = model_of("deepseek_v3")
+            for layer in model.model.layers:
+                mlp = getattr(layer.mlp, "shared_experts", layer.mlp)
+                split(layer.self_attn if split is over_heads else mlp, mesh["tp"])
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                attach(model, sp)
+            with InFloat64():
+                loss = model(**shard_batch(sp, input_ids=ids, labels=ids)).loss
+                backward(loss)
+            startrail.sum_gradients(model.parameters(), sp.group)
+            torch.distributed.all_reduce(loss := loss.detach(), group=sp.group)
+            whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients(model).items()}
+            wrong = differences(whole, truth[1], 1e-12)
+            wrong += [] if abs(loss.item() / truth[0] - 1) < 1e-13 else [f"loss {loss}, expected {truth[0]}"]
+            said = [str(x.message) for x in warned if latents.INSTEAD in str(x.message)]
+            found.append((wrong, said, latents.describe(model)))
+        return found
+
+    for (wrong, said, sent), of_features in run_local(on_rank, 4):
+        assert wrong == [] and sent == ("expanded keys of latents",)
+        assert len(said) == 1 and "its kv_b_proj" in said[0]
+        assert of_features == ([], [], ("latents",))
 
 
 class Scaled(torch.nn.Module):

@@ -60,6 +60,9 @@ def test_what_ranks_do_differently():
         found["batch"] = error_of(
             lambda: step(attach(tiny("llama"), sp), shard_batch(sp, IDS[:, : 40 - 4 * rank], None))
         )
+        # groups of heads that are not equally large
+        grouped = startrail.SequenceParallel("u2,groups=3,exchange=twice")
+        found["groups"] = error_of(lambda: step(attach(tiny("llama"), grouped), shard_batch(grouped, IDS, IDS)))
         return found
 
     for found in run_local(on_rank, 2, deadline=100):
@@ -71,3 +74,4 @@ def test_what_ranks_do_differently():
         assert found["batch"].startswith(
             "ValueError: ranks disagree about one attention call: rank 0: forward: q (1, 4, 20"
         )
+        assert "groups=3 divides neither the 2 query and 1 key/value heads of a rank nor" in found["groups"]

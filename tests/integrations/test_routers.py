@@ -1,6 +1,8 @@
 """The routers' auxiliary loss of mixtures of experts: the loss and gradients of one process, for every family."""
 
+import inspect
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -19,17 +21,25 @@ from tests.helpers import FULL, error_of
 from tests.integrations.one_process import many_ranks
 from tests.integrations.tiny import SMALL, differences, gradients, packed, padded, tiny
 
-# All families with the loss that can be attached, but PhiMoE, whose routers draw random numbers.
+HYBRIDS = ("granite-moe-hybrid", "jamba", "qwen3-next", "qwen3.5-moe")
+# All families with the loss that can be attached.
 FAMILIES = (
     "dbrx", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared",
-    "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe", *HYBRIDS,
 )  # fmt: skip
 ONCE = ("jetmoe",)  # transformers does not recompute its layers
-FEW = ("gpt_oss", "granitemoe", "minimax_m2", "qwen3_moe")
+FEW = ("gpt_oss", "granitemoe", "minimax_m2", "qwen3_moe", "qwen3-next")
+# Families with the loss that cannot be attached: for their attention, for their images, or for an encoder.
+OTHERS = {
+    "deepseek_v4", "doge", "glm5_next", "qwen4_exp", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe",
+    "nllb_moe", "switch_transformers",
+}  # fmt: skip
 SIZES = dict(
     SMALL, head_dim=8, num_experts=4, num_local_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_k=2,
     moe_intermediate_size=16, shared_expert_intermediate_size=16, shared_intermediate_size=16, attention_dropout=0.0,
-    sliding_window=7, layer_types=["full_attention"] * 2, mlp_only_layers=[],
+    sliding_window=7, layer_types=["full_attention"] * 2, mlp_only_layers=[], router_jitter_noise=0.0,
+    input_jitter_noise=0.0,
 )  # fmt: skip
 
 
@@ -48,6 +58,10 @@ def dbrx(coefficient):
 
 
 def model_of(name, coefficient=2.5):
+    if name in HYBRIDS:
+        model = tiny(name)
+        model.config.output_router_logits, model.router_aux_loss_coef = True, coefficient
+        return model
     config = dbrx(coefficient) if name == "dbrx" else config_of(CONFIG_MAPPING[name])
     config.output_router_logits = True
     config.router_aux_loss_coef = config.aux_loss_coef = coefficient
@@ -118,6 +132,13 @@ def test_loss_and_gradients_are_those_of_one_process(plan):
     assert run_local(on_rank, world) == [[]] * world
 
 
+def test_every_family_of_transformers_is_known():
+    models = Path(hf.__file__).parent / "models"
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if routers.NAME in path.read_text()}
+    ours = {path.parent.name for path in map(Path, map(inspect.getfile, map(type, map(model_of, FAMILIES))))}
+    assert found - ours <= OTHERS
+
+
 def test_every_family_has_the_loss_that_ranks_compute():
     """Each with the function that its forward pass calls, which is put back after a call."""
     sp = startrail.SequenceParallel("1x1")
@@ -146,9 +167,6 @@ def test_experts_get_as_many_tokens_as_in_one_process():
 
 def test_what_cannot_be_computed_is_refused():
     sp = startrail.SequenceParallel("1x1")
-    model = tiny("llama")
-    model.config.z_loss_coefficient = 0.01
-    assert error_of(lambda: attach(model, sp)).startswith("ValueError: LlamaForCausalLM adds a z loss (0.01 x), a mean")
     text = error_of(lambda: attach(model_of("qwen3_moe"), sp, tile_mlp=5))
     assert text.startswith("ValueError: tile_mlp hides the routers from their auxiliary loss")
     model = attach(tiny("llama"), sp)

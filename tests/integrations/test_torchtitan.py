@@ -43,15 +43,22 @@ def test_the_command_of_the_recipe(recipe):
     assert config.plan == "u4" and config.parallelism.context_parallel_degree == 4
 
 
-def test_the_recipe_gives_the_loss_and_gradients_of_one_process(recipe, tmp_path):
+@pytest.mark.parametrize("kind", ["llama3", "qwen3 with experts"])
+def test_the_recipe_gives_the_loss_and_gradients_of_one_process(kind, recipe, tmp_path, monkeypatch):
+    """Llama 3 with tensor parallelism, and a mixture whose experts are sharded over pairs of the sequence's ranks."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x)  # experts round to it, and so would amplify differences
 
     def on_rank(rank):
+        from torchtitan.models.common.moe import GroupedExperts
+
         os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
-        config = small_config(recipe, tmp_path)
+        config = (small_config if kind == "llama3" else small_mixture)(recipe, tmp_path)
         alone = None if rank else single_process_model(config)
         trainer = on_cpu(recipe, config)
         (model,) = trainer.model_parts
+        meshes = {name: x.device_mesh.mesh_dim_names for name, x in unwrapped(model)}
+        assert all(("ep" in mesh) == ("experts" in name) for name, mesh in meshes.items())
         weights = {name: x.full_tensor() for name, x in unwrapped(model)}
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
         moved = sent(trainer)
@@ -66,9 +73,10 @@ def test_the_recipe_gives_the_loss_and_gradients_of_one_process(recipe, tmp_path
             return []
         alone.load_state_dict(weights, strict=False)
         single = one_process(alone)
+        monkeypatch.setattr(GroupedExperts, "_grouped_mm", grouped_mm)  # torch's is for less precise numbers only
         with InFloat64():
             truth = one_process(alone.double())
-        assert ours.keys() == truth.keys() and len(ours) == 18
+        assert ours.keys() == truth.keys() and len(ours) == (18 if kind == "llama3" else 24)
         return differences(ours, truth, 2e-6, single)
 
     assert run_local(on_rank, 4) == [[]] * 4
@@ -101,8 +109,27 @@ def small_config(recipe, folder):
             dim=old.dim, n_heads=old.n_heads, n_kv_heads=4, wqkv_param_init=old.wo.param_init,
             wo_param_init=old.wo.param_init, inner_attention=old.inner_attention, fuse_qkv=True, rope=old.rope,
         )  # fmt: skip
-    config.plan, config.dump_folder = "1x2", str(folder)
     config.parallelism.context_parallel_degree = config.parallelism.tensor_parallel_degree = 2
+    return with_sizes(config, "1x2", folder)
+
+
+def small_mixture(recipe, folder):
+    """torchtitan's Qwen3 with 8 experts, which ranks 0, 1 and 2, 3 have between them."""
+    from torchtitan.models.common import CosSinRoPE
+    from torchtitan.models.qwen3 import _build_qwen3_moe_layers, config_registry
+
+    config = recipe.with_startrail(config_registry.qwen3_moe_debug())
+    model = config.model_spec.model
+    model.layers[:] = _build_qwen3_moe_layers(
+        n_layers=2, dim=model.dim, n_heads=8, n_kv_heads=2, head_dim=16, moe_hidden_dim=32, num_experts=8, top_k=2,
+        attn_backend="flex", rope=CosSinRoPE.Config(dim=16, max_seq_len=4096), moe_comm_backend="standard",
+    )  # fmt: skip
+    config.parallelism.context_parallel_degree, config.parallelism.expert_parallel_degree = 4, 2
+    return with_sizes(config, "u2/1x2", folder)
+
+
+def with_sizes(config, plan, folder):
+    config.plan, config.dump_folder = plan, str(folder)
     config.training.seq_len, config.training.local_batch_size = POSITIONS.shape[1], len(POSITIONS)
     config.training.mixed_precision_param = "float32"
     config.training.max_norm = 1e9
@@ -152,6 +179,11 @@ def one_process(model):
             loss = loss + F.cross_entropy(logits[0], labels, reduction="sum") / POSITIONS.numel()
     loss.backward()
     return {**gradients(model), "loss": loss.detach()}
+
+
+def grouped_mm(experts, *, A, B_t, offs):  # noqa: N803
+    rows = A.tensor_split(offs[:-1].tolist())
+    return torch.cat([x @ weight for x, weight in zip(rows, B_t, strict=True)])
 
 
 def sent(trainer):

@@ -13,6 +13,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed (pip insta
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import startrail
+from startrail.integrations import trainer as trainer_module
 from startrail.integrations.trainer import StarTrailTrainer
 from startrail.integrations.transformers import detach
 from startrail.launch.local import run_local
@@ -104,6 +105,25 @@ def test_training_evaluation_saving_resuming_and_generation(tmp_path):
         assert "average_tokens_across_devices=False would average" in refused
         assert text == expected_text
     assert loaded.config._attn_implementation == "sdpa" and not isinstance(loaded, LlamaForCausalLM)
+
+
+def test_groups_of_ranks(tmp_path, monkeypatch):
+    """Of different sizes they are refused. They are compared in tensors on the trainer's device, as NCCL needs."""
+
+    def gathered(x, group, operation):
+        assert x.device.type == "meta"
+        return [torch.tensor([first, 1]) for first in (0, 2, 1)]
+
+    def on_rank(rank):
+        as_torchrun(rank, 3)
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        sp = startrail.SequenceParallel("1x2" if rank < 2 else "1x1", group=groups[rank // 2])
+        text = error_of(lambda: StarTrailTrainer(tiny("llama"), arguments(tmp_path), train_dataset=DATA, sp=sp))
+        monkeypatch.setattr(trainer_module, "gather_tensors", gathered)
+        return text, trainer_module._groups(sp, torch.device("meta"))
+
+    expected = "ValueError: every sequence needs the same number of ranks, got 2 from rank 0, 1 from rank 2"
+    assert run_local(on_rank, 3) == [(expected, (3, index)) for index in (0, 0, 2)]
 
 
 def random_rows(chance):

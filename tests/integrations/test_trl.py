@@ -19,6 +19,7 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
@@ -155,10 +156,14 @@ def test_weights_are_those_of_one_process(world, plan, tmp_path):
     assert run_local(on_rank, world) == [[]] * world
 
 
-def test_generation_is_that_of_trl(tmp_path):
-    """With old log-probabilities, batches that are used twice, and sampled completions: as plain TRL on two ranks."""
+@pytest.mark.parametrize("options", [
+    dict(num_iterations=2, steps_per_generation=2, scripted=False),
+    dict(loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.3, num_iterations=2),
+])  # fmt: skip
+def test_generation_and_losses_are_those_of_trl(options, tmp_path):
+    """As plain TRL on two ranks: old log-probabilities, batches that are used twice, sampled completions; and a loss
+    with a mean over tokens in it, and with entropies."""
     save(tmp_path)
-    options = dict(num_iterations=2, steps_per_generation=2, scripted=False)
 
     def on_rank(rank):
         as_torchrun(rank, 2)
@@ -211,6 +216,7 @@ def test_mistakes(tmp_path):
         data = Dataset.from_list([dict(prompt=prompt) for prompt in PROMPTS])
         given = dict(args=arguments, train_dataset=data, processing_class=tokenizer(), reward_funcs=rewards)
         texts.append(error_of(lambda: kind(model, **given, sp=sp)))
+        texts.append(error_of(lambda: type("Split", (StarTrailPolicyMixin, KTOTrainer), {})(model, sp=sp)))
         return texts
 
     (texts,) = run_local(on_rank, 1)
@@ -221,6 +227,7 @@ def test_mistakes(tmp_path):
             "use_adaptive_entropy=True would adapt once for each rank's rows",
             "top_entropy_quantile=0.5 would take the quantile of each rank's rows by itself",
             "the model is attached already: pass it as it was",
+            "StarTrailPolicyMixin is for DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, not for KTOTrainer",
         ),
         strict=True,
     ):

@@ -210,6 +210,14 @@ def test_no_tokens_leave_the_state_alone():
         assert torch.equal(multiply(nothing, nothing.transition, state) + nothing.contribution, state)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_refused(kind):
+    make, kernel, _ = KINDS[kind]
+    inputs = [x.requires_grad_() for x in make(random.Random(0), 1, 5, 0.1)[0]]
+    with pytest.raises(ValueError, match="recurrences have no second derivatives"):
+        torch.autograd.grad(kernel(*inputs).run()[0].square().sum(), inputs, create_graph=True)
+
+
 def test_mistakes_are_named():
     q, v, g = torch.zeros(1, 6, 2, 4), torch.zeros(1, 6, 4, 3), torch.zeros(1, 6, 4)
     x, a = torch.zeros(1, 6, 2), torch.zeros(2, 3)

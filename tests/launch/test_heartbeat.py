@@ -94,12 +94,12 @@ class BlockingBoard:
 
 def test_a_silent_store_is_named_and_the_rank_exits(monkeypatch, capfd):
     exited = threading.Event()
-    for name, seconds in (("heartbeat", 0.02), ("missing", 0.2), ("thread_join", 0.1)):
+    for name, seconds in (("heartbeat", 0.02), ("missing", 1.0), ("thread_join", 0.1)):
         monkeypatch.setattr(TIMING, name, seconds)
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: exited.set())
     board = BlockingBoard()
-    sender = Heartbeat(board, 1, None, "rank 0", LIMIT)
-    for step in range(60):  # no report while the rank makes progress
+    sender = Heartbeat(board, 1, None, "rank 0", WaitLimit(3.0, "startrail check", "--deadline"))
+    for step in range(100):  # no report while the rank makes progress
         sender.advance(step)
         if step == 10:
             board.answers.clear()
@@ -112,7 +112,7 @@ def test_a_silent_store_is_named_and_the_rank_exits(monkeypatch, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("startrail check: still waiting for rank 0, which holds the store (silent for ")
     assert lines[1].startswith(
-        "startrail check: rank 0, which holds the store, made no progress within 0.01 minutes (--deadline): silent for "
+        "startrail check: rank 0, which holds the store, made no progress within 0.05 minutes (--deadline): silent for "
     )
 
 

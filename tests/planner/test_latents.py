@@ -19,7 +19,7 @@ from startrail.planner.sparse.predict import predict_sparse
 from startrail.planner.workload import find_model, from_hugging_face, read_model
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form
-from startrail.schedule.values import PASSES
+from startrail.schedule.values import BACKWARD, PASSES
 
 EXPANDED = replace(Attention.of(16384, 1, 16, 16, 192, True), value_dim=128)  # of DeepSeek-V2-Lite
 CALL = LatentAttention.from_expanded(EXPANDED, 512, 64)
@@ -49,6 +49,15 @@ def test_a_column_is_expanded_once_unless_many_are_held(plan, columns):
             for each in (prices, free)
         ]
         assert spent[0] - spent[1] == pytest.approx(columns * prices.expand(0))
+
+
+def test_gradients_of_a_column_become_the_latents_once():
+    """Also if its rows arrive one after the other, and if its results are returned one by one."""
+    prices = plan_prices(find_cluster("h100-8x8@4x8"), Plan.parse("1x4/8x1,keep=all"), CALL)
+    keys = []
+    prices.contract = lambda count, new: keys.append(count) or 0.0
+    call_tasks(prices, 32, 3, BACKWARD)
+    assert keys == 4 * [CALL.length // 32]
 
 
 def test_bytes_are_those_of_latents():

@@ -13,7 +13,7 @@ from startrail.planner.auto import plan_for_heads
 from startrail.planner.cluster import find_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.topology import Machine
-from startrail.transport.process_groups import HIDDEN_CHANNELS
+from startrail.schedule.plan import CHANNELS
 from tests.engine.test_launches import VIEWS, fake_world
 from tests.kernels.stand_ins import WithoutDeviceGuard
 
@@ -77,7 +77,7 @@ class Clocks(TorchDispatchMode):
         node = send.peer // self.cluster.levels[1].size != 0
         level = self.cluster.levels[0 if node else 1]
         sharing = self.cluster.levels[1].size if level.shared and self.crowded else 1
-        rate = level.under_compute if level.under_compute and self.channels == HIDDEN_CHANNELS else level.bandwidth
+        rate = level.under_compute if level.under_compute and self.channels == CHANNELS else level.bandwidth
         self.launch(2 * self.device.post, level.latency + send.tensor.nbytes * sharing / rate)
         return []
 

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from startrail.compile.attention import Attention
+from startrail.planner.candidates import with_more_channels
 from startrail.planner.cluster import find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.peers import RING_FLASH_ATTENTION, STARTRAIL, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED
 from startrail.planner.predict import predict
 from startrail.planner.pricing import plan_prices
+from startrail.planner.search import search_attention
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
@@ -85,10 +87,61 @@ def test_lanes_under_compute_have_the_rate_of_few_channels(plan):
     """The lanes to which the engine gives few channels, and ours only."""
     made, call = Plan.parse(plan), replace(GROUPED, kv_heads=16)
     hidden = hidden_lanes([build_program(made, 8, 0, pass_) for pass_ in PASSES])
+    assert set(hidden.values()) <= {8} and sorted(hidden) == made.hidden_levels
     assert prices(call, plan).lanes_with_few_channels() == {lane: {1: 3.6} for lane in hidden}
     assert not prices(call, plan, TRANSFORMER_ENGINE).lanes_with_few_channels()
     ours, free = (predict(cluster, made, call).seconds for cluster in (H100, ALL_CHANNELS))
     assert ours > free if hidden else ours == free
+
+
+def test_more_channels_are_faster_and_take_multiprocessors_from_attention():
+    call, found = replace(GROUPED, kv_heads=16), {}
+    for number in (4, 8, 16, 24):
+        plan = f"1x8,channels={number}"
+        assert hidden_lanes([build_program(Plan.parse(plan), 8, 0, FORWARD)]) == {0: number}
+        found[number] = prices(call, plan).lanes_with_few_channels()[0][1], prices(call, plan).left
+    assert found == {4: (7.2, 1), 8: (3.6, 1), 16: (1.8, 124 / 132), 24: (1.2, 116 / 132)}
+    one_block, plain = (prices(call, f"1x8,channels={n}").kernel(FORWARD, 2**40, 8192) for n in (24, 8))
+    assert one_block == pytest.approx(plain * 132 / 116, rel=1e-4), "but for the launch"
+
+
+@pytest.mark.parametrize(
+    "kv_heads, length, channels", [(16, 32768, 16), (16, 65536, 16), (16, 1 << 20, 8), (2, 32768, 8), (2, 65536, 8)]
+)
+def test_the_planner_chooses_channels_for_rings_inside_a_node(kv_heads, length, channels):
+    """More where a hop takes longer than its block: not with few KV heads, nor if each block has many tokens."""
+    call = altered(GROUPED, length=length, heads=16, kv_heads=kv_heads)
+    plans = [Plan.parse("1x8"), *with_more_channels(Plan.parse("1x8"), H100)]
+    assert [plan.channels_at(0) for plan in plans] == [8, 16, 24]
+    best = min(plans, key=lambda plan: predict(H100, plan, call).seconds)
+    assert best.channels_at(0) == channels
+
+
+@pytest.mark.parametrize("length, is_limited", [(32768, True), (1 << 20, False)])
+def test_the_search_gives_plans_the_channels_that_are_fastest(length, is_limited):
+    """7 heads, which 8 GPUs cannot share, leave only rings and teams."""
+    call, chosen = altered(GROUPED, length=length, heads=7, kv_heads=7), []
+    for row in search_attention(H100, call, layers=1).rows:
+        if not row.role:
+            others = [predict(H100, plan, call).seconds for plan in with_more_channels(row.plan, H100)]
+            assert row.seconds < 1.02 * min(others)
+            chosen.append(row.plan.channels_at(0))
+    assert (max(chosen) > 8) == is_limited
+
+
+def test_only_lanes_inside_a_node_get_more_channels():
+    nodes = find_cluster("h100-8x8")
+    found = {
+        plan: [str(each) for each in with_more_channels(Plan.parse(plan), nodes)]
+        for plan in ("1x64", "u8/1x8", "1x8/1x8", "1x8/u8", "u8/u2/1x4,groups=2", "u64")
+    }
+    assert found == {
+        "1x64": [], "1x8/u8": [], "u64": [],
+        "u8/1x8": ["u8/1x8,channels=8/16", "u8/1x8,channels=8/24"],
+        "1x8/1x8": ["1x8/1x8,channels=8/16", "1x8/1x8,channels=8/24"],
+        "u8/u2/1x4,groups=2": [f"u8/u2/1x4,groups=2,channels=8/{n}/{n}" for n in (16, 24)],
+    }  # fmt: skip
+    assert not list(with_more_channels(Plan.parse("1x8"), find_cluster("pcie-8"))), "no known link is limited"
 
 
 def test_a_ring_that_few_channels_cannot_feed_is_slower():

@@ -10,13 +10,15 @@ from startrail.compile.problem import Boundaries, Split
 from startrail.compile.scan import Scan
 from startrail.planner import recurrent
 from startrail.planner.answer import plan as ask
+from startrail.planner.auto import plan_for_job
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import Prediction
 from startrail.planner.recurrent import LinearCall, predict_linear
 from startrail.planner.sparse.rule import rule_for, scan_rule
 from startrail.planner.states import predict_rows
 from startrail.planner.step import Training
-from startrail.planner.workload import Run, find_model, from_hugging_face, read_model
+from startrail.planner.workload import Job, Run, find_model, from_hugging_face, read_model
+from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from tests.helpers import error_of
 
@@ -124,3 +126,10 @@ def test_the_answer_says_what_recurrences_take_and_whose_speeds_these_are():
     assert "runs at the speeds of flash-linear-attention" in text.replace("\n           ", " ")
     text = str(ask("a100-4x8@2x8", "qwen3.5-35b", "64k", top=1, offload_states=True)).replace("\n           ", " ")
     assert "No speeds of their kernel are known for A100" in text
+
+
+def test_auto_keeps_neighbouring_tokens_on_a_node_for_recurrences():
+    """With heads over nodes, a state would cross links at every hop of its chain."""
+    cluster, run = find_cluster("h100-8x8@4x8"), Run(length=32768)
+    plans = [plan_for_job(cluster, Job(model, run)).plan for model in (QWEN, replace(QWEN, linear=None))]
+    assert [isinstance(plan.levels[0], Heads) for plan in plans] == [False, True], plans

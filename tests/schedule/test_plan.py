@@ -20,6 +20,7 @@ from startrail.schedule.values import FORWARD, PASSES
         "1x2/u4/2x1,keep=all",
         "u2/star2/u2,groups=2",
     ]
+    + ["1x8,channels=16", "u4/1x8,groups=2,channels=8/24", "2x4,channels=24"]
     + ["2x2/u8,keep=all", "4x4,backward=queries", "2x2,keep=queries,groups=2", "star2,keep=all,groups=3"],
 )
 def test_text_form_round_trips(text):
@@ -46,6 +47,9 @@ def test_the_pieces_that_a_plan_keeps_are_counted_as_listed():
 def test_defaults_are_not_written():
     assert str(Plan.parse(" 2x2 , keep=none,backward=keys, groups=1")) == "2x2"
     assert str(Plan.parse("star2,backward=queries")) == "star2"
+    assert str(Plan.parse("1x4/1x8,channels=8/8")) == "1x4/1x8"
+    assert Plan.parse("1x4/1x8,channels=16/16") == Plan.parse("1x4/1x8,channels=16")
+    assert str(Plan.parse("u4/1x8,keep=all,channels=8/16").inside(1)) == "u1/1x8,keep=all,channels=8/16"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,10 @@ def test_defaults_are_not_written():
         ("1x8,exchange=twice", "exchange=twice keeps nothing, but there are no heads to exchange"),
         ("u4/1x8,keep=all,exchange=twice", "exchange=twice keeps nothing, but keep=all keeps more"),
         ("u4,exchange=thrice", "exchange='thrice' is not one of once, twice"),
+        ("1x8,channels=0", "plan 1x8: channels=0 must be one number from 1 to 24, or 1 of them, for each level"),
+        ("1x4/1x8,channels=8/16/8", "channels=8/16/8 must be one number from 1 to 24, or 2 of them, for each level"),
+        ("1x8,channels=25", "channels=25 must be one number from 1 to 24"),
+        ("1x8,channels=many", "channels='many' is not a whole number"),
         ("", "cannot read ''"),
         ("2x", "cannot read '2x'"),
         ("2x2/", "cannot read ''"),

@@ -195,6 +195,18 @@ def test_groups_overlap():
     assert max(posted) < min(first) <= max(first) < min(second) <= max(second) < min(merged)
 
 
+@pytest.mark.parametrize(
+    "plan, world, late", [("1x4/8x1,keep=all", 32, 2), ("4x4/2x1,keep=all", 32, 2), ("2x2,keep=all", 4, 1)]
+)
+def test_the_last_results_to_arrive_hide_under_all_blocks_that_are_left(plan, world, late):
+    """Own gradients of keys are merged after the last block: as many as may be on their way at the same time."""
+    steps = build_program(Plan.parse(plan), world, 0, BACKWARD).steps
+    last = max(index for index, step in enumerate(steps) if step.blocks)
+    posted = [i for i, step in enumerate(steps) for post in step.posts if str(post.piece) == "dkv0" and not post.send]
+    merged = [i for i, step in enumerate(steps) for merge in step.merges if str(merge.piece) == "dkv0"]
+    assert sum(index < last < merge for index, merge in zip(posted, merged, strict=True)) == late
+
+
 def test_llama_30b_volumes_of_the_paper():
     """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB."""
     shard = 65536 / 64 * 6656 * 2 / 2**30
@@ -220,9 +232,12 @@ def test_shards_sent_across_four_nodes(plan, world, shards):
 
 
 def test_one_program_of_16384_ranks_builds_in_half_a_second():
-    start = time.perf_counter()
-    program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, FORWARD)
-    assert time.perf_counter() - start < 0.5
+    times = []
+    for _ in range(3):  # this thread's own time: other programs may use the core
+        start = time.thread_time()
+        program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, FORWARD)
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.5
     assert sum(len(step.blocks) for step in program.steps) == 64 * 32
     assert sum(size for post, size in program.sends(MHA) if post.lane == 0) == 63 * 2 + 31 * 2
 

@@ -32,6 +32,7 @@ from tests.lazy_stream import LazyEvent, LazyStream
 def lanes_like_nccl(monkeypatch):
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr(like_nccl, "LEAKS", True)
     monkeypatch.setattr(nccl, "record_event", lambda device: LazyEvent())
     monkeypatch.setattr(cpu, "_is_finite", lambda x: True)  # these two read values on CPUs only
     monkeypatch.setattr(attention, "_poison_hidden_rows", lambda *arguments: None)
@@ -47,7 +48,7 @@ def step(sequence, weight):
 @pytest.mark.parametrize("plan, lost", [("1x3", "killed"), ("u3", "stalled"), ("3x1", "stalled")])
 def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
     def on_rank(rank):
-        sp = startrail.SequenceParallel(plan, timeout=2)
+        sp = startrail.SequenceParallel(plan, timeout=5)
         sequence = sp.sequence(48)
         with LazyStream() as stream:
             weight = torch.eye(8).requires_grad_()
@@ -67,7 +68,7 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
             text = error_of(sp.check)
             stream.synchronize()
             rows, elements = out.isnan().any(-1).all().item(), stepped.isfinite().all().item()
-        return healthy, queued > 0 and seconds < 1.5, text, rows, elements, like_nccl.open_batches()
+        return healthy, queued > 0 and seconds < 4, text, rows, elements, like_nccl.open_batches()
 
     results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
     for rank in (0, 2):
@@ -189,7 +190,7 @@ def test_dropped_instances_close_when_their_ranks_meet():
         return seconds, before, is_exact(sp), [group.history for group in made]
 
     for seconds, before, exact, after in run_local(on_rank, 2, deadline=60):
-        assert seconds < 5 and not before, "garbage collection closes nothing"
+        assert seconds < 15 and not before, "garbage collection closes nothing"
         assert exact and after == [["shutdown"]] * 2
 
 

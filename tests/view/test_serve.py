@@ -18,7 +18,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
-from startrail.view.server import MOST_BYTES
+from startrail.view.server import DRAINED_BYTES, MOST_BYTES
 from tests.view.browser import TEXT, choose, errors, open_page, wait_for
 
 JSON = {"Content-Type": "application/json"}
@@ -123,10 +123,27 @@ def test_what_is_refused(server):
     for kind in ("text/plain", "application/x-www-form-urlencoded"):  # what other sites can send without asking
         assert send(server, "POST", "/record", text, {"Content-Type": kind})[0] == 415
     assert send(server, "POST", "/record", "x", {**JSON, "Content-Length": str(MOST_BYTES + 1)})[0] == 413
-    chunked = {**JSON, "Transfer-Encoding": "chunked"}  # only the headers: the server answers without reading more
-    assert send(server, "POST", "/record", headers=chunked)[0] == 411
+    assert send(server, "POST", "/record", iter([b"x"]), JSON)[0] == 411  # chunked
     assert send(server, "DELETE", "/")[0] == 501
     assert send(server, "GET", "/")[0] == 200  # and it still answers
+
+
+@pytest.mark.parametrize("size, is_read", [(1000, True), (8 * DRAINED_BYTES, False)])
+def test_a_client_that_is_refused_while_it_sends_sees_the_answer(server, size, is_read):
+    """A browser sends on after the answer. But nobody keeps the server reading for long."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
+        host = f"Host: 127.0.0.1:{server.server_port}"
+        client.sendall(f"POST /record HTTP/1.1\r\n{host}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        answer = client.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.0 415 ") and answer.endswith(b"questions are application/json\n")
+        if is_read:
+            for _ in range(3):
+                client.sendall(b"x" * size)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
+        else:
+            with pytest.raises(ConnectionError):
+                client.sendall(b"x" * size)
 
 
 def test_the_served_page_asks_only_its_own_server(server):

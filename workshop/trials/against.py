@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import startrail
-from startrail.bench.engine import case_name, engine_works
+from startrail.bench.engine import case_name, engine_works, read_plans
 from startrail.bench.yardstick import Json, record
 from startrail.schedule.plan import Plan
 
@@ -78,7 +78,7 @@ def source_of(path: Path) -> Path:
 
 
 def run(options: argparse.Namespace) -> int:
-    plans, started = options.plans.replace(",", " ").split(), time.time()
+    plans, started = read_plans(options.plans), time.time()
     for plan in plans:
         Plan.parse(plan).check_world(options.ranks)
     if options.calls < 1 or options.rounds < 1:

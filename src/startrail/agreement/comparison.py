@@ -54,5 +54,8 @@ class DigestComparison:
                 self.work.wait(timedelta(seconds=TIMING.watch_interval))
                 return
             except RuntimeError:
-                if self.work.is_completed() or is_aborted():
+                if is_aborted():
                     raise
+                if self.work.is_completed():
+                    self.work.wait()  # the error is its own, or that it ended just after the wait was given up
+                    return

@@ -288,7 +288,8 @@ class Consensus:
             may_rejoin = self._may_rejoin
             if self._waited_in_vain(error, ledger):
                 may_rejoin = ledger.missing_ranks(self.current.key)
-            next_epochs.append(ledger.abandon(epoch, self._failure(error, ledger, epoch, sequence), may_rejoin))
+            failure = self._failure(error, ledger, epoch, sequence)
+            next_epochs.append(abandon_epoch(ledger.name, epoch, failure._replace(may_rejoin=may_rejoin)))
 
         if (ledger := self.ledger) is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
@@ -519,7 +520,7 @@ class Consensus:
         source, epoch = min((here.instance, here.epoch), (elsewhere.instance, elsewhere.epoch))  # the same at both
         partner = elsewhere.instance, elsewhere.epoch, elsewhere.num_sequences
         failure = Failure(True, text, here.num_sequences, source, epoch, partner)
-        ledger.abandon(self.epoch, failure, ())
+        abandon_epoch(ledger.name, self.epoch, failure)
         return self.abandoned(ledger, self.epoch)
 
     def _meeting_elsewhere(self, ledger: CallLedger, place: str) -> Meeting | None:

@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import finalize
@@ -108,7 +108,8 @@ class Failure(NamedTuple):
     """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks.
     ``sequence``: how many sequences its calls had used since the error before. ``source`` and ``source_epoch``: the
     instance in which a rank failed first, if this is what became of that failure elsewhere. ``partner``: the instance,
-    epoch and sequences of another call that has to be abandoned together with this one."""
+    epoch and sequences of another call that has to be abandoned together with this one. Ranks that ``may_rejoin``,
+    because this one has given up on them, go on with the others without an error."""
 
     is_mistake: bool
     message: str
@@ -116,6 +117,7 @@ class Failure(NamedTuple):
     source: str
     source_epoch: int
     partner: tuple[str, int, int] | None = None
+    may_rejoin: Sequence[int] = ()
 
     def as_error(self) -> Exception:
         return ValueError(self.message) if self.is_mistake else PeerError(self.message)
@@ -257,11 +259,6 @@ class CallLedger:
         """The number of epochs that ranks have abandoned."""
         return self.store.add("epoch", 0)
 
-    def abandon(self, epoch: int, failure: Failure, may_rejoin: Iterable[int]) -> int:
-        """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. Ranks
-        that ``may_rejoin``, because this one has given up on them, go on with the others without an error."""
-        return abandon_epoch(self.name, epoch, failure, may_rejoin)
-
     def read_failure(self, epoch: int) -> Failure | None:
         key = f"{epoch}/failure"
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
@@ -272,18 +269,18 @@ class CallLedger:
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 
 
-def abandon_epoch(instance: str, epoch: int, failure: Failure, may_rejoin: Iterable[int] = ()) -> int:
-    """``CallLedger.abandon`` for an instance of this name, which this process may not have made."""
+def abandon_epoch(instance: str, epoch: int, failure: Failure) -> int:
+    """Tell all ranks why this one abandons an epoch of an instance, which this process may not have made. Returns the
+    newest epoch. The first failure counts. A rank that comes second finishes what the first has begun: once this has
+    returned, all ranks that look see that the epoch is over."""
     store = PrefixStore(instance, default_store())
     if (newest := store.add("epoch", 0)) > epoch:
         return newest
-    if store.add(f"{epoch}/failures", 1) == 1:
-        for rank in may_rejoin:
-            store.set(f"may rejoin/{rank}", str(epoch))
-        store.set(f"{epoch}/failure", json.dumps(failure))
-        store.add("epoch", 1)
-        for old in ("failures", "failure"):
-            store.delete_key(f"{epoch - 2}/{old}")
+    first = Failure(*json.loads(store.compare_set(f"{epoch}/failure", "", json.dumps(failure))))
+    for rank in first.may_rejoin:
+        store.set(f"may rejoin/{rank}", str(epoch))
+    store.compare_set("epoch", str(epoch), str(epoch + 1))
+    store.delete_key(f"{epoch - 2}/failure")
     return epoch + 1
 
 

@@ -153,9 +153,17 @@ def time_without_links(work: Workload, plan: str, ranks: int) -> float:
     return statistics.mean(times)
 
 
+def read_plans(text: str) -> list[str]:
+    """
+    >>> read_plans("u8,1x8"), read_plans("u8; 1x8,channels=16")
+    (['u8', '1x8'], ['u8', '1x8,channels=16'])
+    """
+    return [part.strip() for part in text.split(";" if ";" in text else ",")]
+
+
 def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    plans = options.plans.replace(",", " ").split()
+    plans = read_plans(options.plans)
     if options.calls < 1:
         raise ValueError(f"--calls {options.calls} must be at least 1")
     if "WORLD_SIZE" in os.environ and not options.host:

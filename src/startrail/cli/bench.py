@@ -101,7 +101,10 @@ def _add_engine(benchmarks: Commands) -> Parser:
     option("--heads", type=int, default=8, help="query and KV heads (default %(default)s)")
     option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
     option("--ranks", type=int, default=8, help="number of ranks (default %(default)s)")
-    option("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
+    option(
+        "--plans",
+        help=f"separated by commas, or by ';' if they have options (default {ENGINE_PLANS}; with --host {HOST_PLANS})",
+    )
     option("--rounds", type=int, default=5, help="rounds to take the median of (default %(default)s)")
     option("--full", action="store_true", help="no causal mask")
     option("--host", action="store_true", help="only host time per call")

@@ -28,14 +28,30 @@ HELD_EXPANSIONS = 2  # shards whose keys and values a kernel holds expanded at a
 
 
 def ends_of_columns(program: Program) -> frozenset[Block]:
-    """The last of each step's blocks with the same column in a row: the gradients of its keys and values are added up
-    until then, and become the latent's at once."""
-    ends = set()
+    """The last of the blocks in a row that have the same column: the gradients of its keys and values are added up
+    until then, and become the latent's at once, also if that is sent before the next block.
+
+    >>> from startrail.schedule.program import build_program
+    >>> program = build_program(Plan.parse("2x2,keep=all"), 4, 0, BACKWARD)
+    >>> for step in program.steps[:4]: print(step)
+    post do1<1@0 do0>1@0 | 0x2
+    1x2
+    post dkv0<2@0 dkv2>2@0 | 1x0
+    post dq0<1@0 dq1>1@0 | 0x0
+    >>> sorted(map(str, ends_of_columns(program)))
+    ['0x0', '1x2']
+    """
+    ends, last = [], None
     for step in program.steps:
-        for block, after in zip(step.blocks, (*step.blocks[1:], None), strict=False):
-            if after is None or (after.column, after.group) != (block.column, block.group):
-                ends.add(block)
-    return frozenset(ends)
+        sent = {(post.piece.shard, post.piece.group) for post in step.posts if post.send and post.piece.kind == "dkv"}
+        if last is not None and (last.column, last.group) in sent:
+            ends.append(last)
+            last = None
+        for block in step.blocks:
+            if last is not None and (last.column, last.group) != (block.column, block.group):
+                ends.append(last)
+            last = block
+    return frozenset(ends if last is None else [*ends, last])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ were passed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from startrail._compat import tree_leaves
@@ -106,14 +107,13 @@ def observe(
 ) -> Observed:
     """Run ``step``, which trains ``model`` and returns the loss."""
     observed = Observed(0.0, {}, {}, {})
-    recorder = _CallRecorder(observed, {id(module): name for name, module in model.named_modules()}, one_process, sp)
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _, name=name: observed.training.update({name: module.training}))
-        for name, module in model.named_modules()
+    names = {id(module): name for name, module in model.named_modules()}
+    recorder = _CallRecorder(observed, names, one_process, sp)
+    hooks = [  # of all modules: a layer whose projection has hooks of its own would not send latents
+        register_module_forward_pre_hook(partial(_record_mode, observed, names)),
+        register_module_forward_hook(partial(_record_results, observed, names)),
+        model.register_forward_pre_hook(partial(_record_arguments, observed), with_kwargs=True),
     ]
-    hooks.append(model.register_forward_pre_hook(partial(_record_arguments, observed), with_kwargs=True))
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_hook(partial(_record_results, observed, name)))
     torch.manual_seed(1)
     try:
         with recorded_attention(observed), recorder:
@@ -140,8 +140,15 @@ def _record_arguments(observed: Observed, model: nn.Module, args: Any, kwargs: A
             observed.arguments[name] = tuple(x.shape), int(digest(x))
 
 
-def _record_results(observed: Observed, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    observed.results.setdefault(name, [tuple(x.shape) for x in tree_leaves(output) if isinstance(x, Tensor)])
+def _record_mode(observed: Observed, names: Mapping[int, str], module: nn.Module, args: Any) -> None:
+    if id(module) in names:
+        observed.training[names[id(module)]] = module.training
+
+
+def _record_results(observed: Observed, names: Mapping[int, str], module: nn.Module, args: Any, output: Any) -> None:
+    if id(module) in names:
+        shapes = [tuple(x.shape) for x in tree_leaves(output) if isinstance(x, Tensor)]
+        observed.results.setdefault(names[id(module)], shapes)
 
 
 def gradients(model: nn.Module) -> Gradients:

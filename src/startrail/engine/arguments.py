@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
@@ -396,7 +397,7 @@ class LatentShapes(NamedTuple):
                 "need q (batch, heads, tokens, dim), latent (batch, tokens, rank), k_rope (batch, tokens, rope dim), "
                 f"w_k (heads, key dim, rank) and w_v (heads, value dim, rank), got {self}"
             )
-        if 0 in (*q, *latent, *k_rope, *w_k, *w_v):
+        if 0 in (*q, *latent, *k_rope[:2], *w_k, *w_v):
             raise ValueError(f"no dimension may be empty, got {self}")
         if not (q[0], q[2]) == latent[:2] == k_rope[:2]:
             raise ValueError(f"q, latent, k_rope must agree in batch and local tokens, got {self}")
@@ -422,3 +423,10 @@ def shapes_of(*tensors: Tensor) -> CallShapes:
     if len(tensors) not in (2, 3):
         raise ValueError(f"pass q, k, v, or q, latent, k_rope, w_k, w_v, not {len(tensors)} tensors")
     return Shapes.of(tensors[0], tensors[1], tensors[-1])
+
+
+def check_tangents(what: str, *tensors: object) -> None:
+    if not torch.compiler.is_compiling() and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise ValueError(f"{what} has no forward-mode derivative, but an argument is a dual tensor")

@@ -314,8 +314,7 @@ class PartRun:
         self._take_results(self.exchanges)
         results = {kind: self._output(kind) for kind in self.program.pass_.results}
         for slot in self.part.results:
-            for target, source in zip(results[slot.piece.kind], self._final(slot), strict=True):
-                self.wire.share(target, slot.piece).copy_(source)
+            self._store(slot, [self.wire.share(x, slot.piece) for x in results[slot.piece.kind]])
         for transfer in self.open_transfers:
             if not transfer.is_waited_for:
                 transfer.wait()
@@ -517,6 +516,17 @@ class PartRun:
             result.take(arrived.views(*slot.views))
             self.pool.put(arrived)
         return result.tensors()
+
+    def _store(self, slot: Slot, targets: Sequence[Tensor]) -> None:
+        """Write a result to which nothing more is added."""
+        result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
+        if isinstance(result, Sums):
+            result.store(targets, None if arrived is None else arrived.views(*slot.views))
+            if arrived is not None:
+                self.pool.put(arrived)
+            return
+        for target, source in zip(targets, result.tensors(), strict=True):
+            target.copy_(source)
 
     def combine(self, event: tuple[int, Slot]) -> None:
         number, slot = event

@@ -72,31 +72,31 @@ class PreparedScan:
 
 
 class StateType(NamedTuple):
-    """The states of one run. ``shape`` is (batch, ...); ``matrix``: a transition is a matrix, else elementwise."""
+    """The states of one run. ``shape`` is (batch, heads, ...), ``moves`` that of a head's transition."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    matrix: bool
+    moves: tuple[int, ...]
 
     @classmethod
-    def of(cls, states: Tensor, matrix: bool) -> StateType:
-        """Those of states (runs, batch, ...)."""
-        return cls(tuple(states.shape[1:]), states.dtype, states.device, matrix)
+    def of(cls, moves: Tensor, states: Tensor) -> StateType:
+        """Those of transitions and states (runs, batch, heads, ...)."""
+        return cls(tuple(states.shape[1:]), states.dtype, states.device, tuple(moves.shape[3:]))
 
     @property
     def of_unit(self) -> tuple[int, ...]:
-        """The shape of what belongs together: the matrix of a head, or what follows batch and heads."""
-        return self.shape[-2:] if self.matrix else self.shape[2:]
+        """The shape of what belongs together: the state of a head of one sequence."""
+        return self.shape[2:]
 
     @property
     def units(self) -> int:
-        return prod(self.shape) // prod(self.of_unit)
+        return prod(self.shape[:2])
 
     @property
     def effect_of_unit(self) -> tuple[int, int]:
         """Numbers of M and of B."""
-        return self.shape[-2] ** 2 if self.matrix else prod(self.of_unit), prod(self.of_unit)
+        return prod(self.moves), prod(self.of_unit)
 
 
 class ScanRequest:
@@ -187,28 +187,24 @@ class SharedCarryKernel(CarryKernel):
         super().__init__(prepared, pass_, moves, matrix, before, after)
         self.prepared = prepared
         self.table, self.member = prepared.part.table, prepared.part.member
-        self.visits, self.unit = prepared.visits[pass_], StateType.of(after, matrix)
+        self.visits, self.unit = prepared.visits[pass_], StateType.of(moves, after)
         table, own = self.table, self.table.shared_runs(self.member)
         units, rows = len(table.units_of(self.member)), len(prepared.rows)
         self.flat = after.new_zeros(table.numbers_of(self.member))
         first, size = table.first_row(self.member), rows * table.row_numbers(self.member)
-        shape, of_m = (rows, units, *self.unit.of_unit), self._of_m
+        shape, of_m = (rows, units, *self.unit.of_unit), self.unit.moves
         self.row_after = self.flat[first : first + size].view(shape)
         self.row_before = self.flat[first + size : first + 2 * size].view(shape)
         self.row_moves = after.new_empty(rows, units, *of_m)
         self.arrived = after.new_zeros(len(own), self.unit.units, *self.unit.of_unit)
         self.extra_results = (*self.extra_results, self.arrived, self.flat)
-        self.own_moves = moves.expand_as(after)[own] if not matrix else moves[own]
+        self.own_moves = moves[own]
         of_units = self.own_moves.reshape(*self.arrived.shape[:2], *of_m), after[own].view(self.arrived.shape)
         for rank in table.node_of(self.member):
             sharer = table.units_of(rank)
             both = [x[:, sharer.start : sharer.stop].reshape(-1) for x in of_units]
             start = len(own) * table.states.effect * sharer.start
             torch.cat(both, out=self.flat[start : start + sum(map(len, both))])
-
-    @property
-    def _of_m(self) -> tuple[int, ...]:
-        return (self.unit.shape[-2],) * 2 if self.matrix else self.unit.of_unit
 
     @property
     def numbers(self) -> Tensor:
@@ -309,7 +305,7 @@ def carry_states(
     """The states before and after each of this rank's runs, and the call's number. A run makes ``moves`` S + ``adds``
     of a state S. All are (runs, batch, ...). ``entering`` is added to what enters each run; ``matrix``: ``moves`` are
     matrices, else they multiply elementwise."""
-    request = ScanRequest(SCAN_FORWARD, StateType.of(adds, matrix), kernel, gradients)
+    request = ScanRequest(SCAN_FORWARD, StateType.of(moves, adds), kernel, gradients)
     return _carry(find_session(session), request, moves, adds, entering, matrix, op_key)
 
 
@@ -325,7 +321,7 @@ def carry_states_back(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The whole gradients of the states after and before each run."""
-    request = ScanRequest(SCAN_BACKWARD, StateType.of(grad_before, matrix), kernel, False, number)
+    request = ScanRequest(SCAN_BACKWARD, StateType.of(moves, grad_before), kernel, False, number)
     moves = moves.mT if matrix else moves
     after, before, _ = _carry(find_session(session), request, moves, grad_before, grad_after, matrix, op_key)
     return after, before

@@ -31,24 +31,24 @@ FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 class Whole(NamedTuple):
     """A batch that reaches the model whole, because images are embedded first. ``kept``: the tokens of all rows that
     form the sequence, if rows are joined. ``own``: the places of this rank's tokens in it, -1 for padding.
-    ``positions`` (batch, tokens) are those without the images' axes, ``ones`` the attention mask of this rank's
-    tokens."""
+    ``positions`` (batch, tokens) are those without the images' axes."""
 
     kept: Tensor | None
     own: Tensor
     positions: Tensor
-    ones: Tensor
 
 
 @dataclass(eq=False)
 class BatchContext:
-    """What all layers share about a batch. ``chunk_positions``: the position of each token that chunks are counted by,
+    """What all layers share about a batch. ``ones``: the attention mask of this rank's tokens, all ones except for
+    padding of its shard. ``chunk_positions``: the position of each token that chunks are counted by,
     if not its index in the sequence. ``fully_masked``: True for those of this rank's tokens that are padding and see no
     keys. ``whole``: set if only the language model's inputs are split. ``has_positions``: the batch came with
     positions. ``unpadded_positions``: those of this rank's tokens counted from each row's first token, if the batch
     came without positions and has padding on the left."""
 
     sequence: Sequence
+    ones: Tensor
     chunk_positions: Tensor | None
     fully_masked: Tensor | None = None
     whole: Whole | None = None
@@ -64,6 +64,10 @@ class BatchContext:
         dim %= x.dim()
         padding = (own < 0).view(-1, *(1,) * (x.dim() - dim - 1))
         return x.index_select(dim, own.clamp(min=0)).masked_fill(padding, pad_value)
+
+    def counted(self) -> Tensor:
+        """1 for those of this rank's tokens over which routers' losses and z losses are means, else 0."""
+        return self.ones if self.fully_masked is None else self.ones * ~self.fully_masked
 
     def check_blocks(self, inside: Tensor) -> None:
         """Raise ``ValueError`` unless the blocks are the runs of ``inside`` (batch, tokens), by which the model would
@@ -174,7 +178,7 @@ def shard_batch(
     whole = None
     if has_images:
         given_whole = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        whole, more = _whole_batch(sequence, kept, positions, ones, attention_mask=real.long(), **given_whole)
+        whole, more = _whole_batch(sequence, kept, positions, attention_mask=real.long(), **given_whole)
         arguments |= more
     else:
         arguments |= {"attention_mask": ones, "position_ids": sequence.shard(_joined(positions, kept, -1), -1)}
@@ -186,7 +190,7 @@ def shard_batch(
     unpadded = None
     if position_ids is None and not bool(real[:, 0].all()):
         unpadded = sequence.shard(_joined(row_index, kept, -1), -1)
-    context = BatchContext(sequence, chunk_positions, masked, whole, position_ids is not None, unpadded)
+    context = BatchContext(sequence, ones, chunk_positions, masked, whole, position_ids is not None, unpadded)
     return {**others, **arguments, "startrail": context}
 
 
@@ -211,12 +215,12 @@ def _join_rows(starts: Tensor, real: Tensor, shift_labels: Tensor | None) -> tup
 
 
 def _whole_batch(
-    sequence: Sequence, kept: Tensor | None, positions: Tensor, ones: Tensor, **given: Tensor | None
+    sequence: Sequence, kept: Tensor | None, positions: Tensor, **given: Tensor | None
 ) -> tuple[Whole, dict[str, Tensor]]:
     """What a batch with images needs to be split later, and the ``given`` arguments, which reach the model whole."""
     own = sequence.shard(torch.arange(sequence.length, device=positions.device), 0, -1)
     arguments = {name: x for name, x in given.items() if x is not None}
-    return Whole(kept, own, _text_axis(positions), ones), arguments
+    return Whole(kept, own, _text_axis(positions)), arguments
 
 
 def _joined(x: Tensor, kept: Tensor | None, dim: int) -> Tensor:

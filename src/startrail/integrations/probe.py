@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from startrail.integrations import recurrent, routers
+from startrail.integrations import recurrent, routers, z_loss
 from startrail.integrations.batch import IGNORE
 from startrail.integrations.layer_masks import MaskUseError
 from startrail.integrations.token_mixing import find_token_mixing
@@ -125,12 +125,13 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
     if device.type != "meta" and getattr(output, "loss", None) is not None:
         logits = output.logits.float().reshape(-1, output.logits.shape[-1])
         loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
-        if not torch.allclose(output.loss.float(), loss, rtol=1e-3, atol=1e-5):
+        whole = loss + z_loss.in_one_process(model, logits)
+        if not torch.allclose(output.loss.float(), whole, rtol=1e-3, atol=1e-5):
             raise ValueError(
                 f"{type(model).__name__}: its loss is not the sum over shift_labels divided by num_items_in_batch "
-                f"({output.loss.item():.4f}, expected {loss.item():.4f}): compute your own loss from its logits"
+                f"({output.loss.item():.4f}, expected {whole.item():.4f}): compute your own loss from its logits"
             )
-        with _probing(model, attached):
+        with _probing(model, attached), z_loss.silenced(model):
             model.train()
             attached.wants_logits, attached.loss_chunk = False, PROBE_TOKENS - 1
             in_parts = run(ids, **options).loss.float()

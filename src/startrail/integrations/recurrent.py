@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.integrations.layer_masks import UNUSED_ARGUMENTS, MaskPlaceholder
-from startrail.integrations.seams import SEAMS, Runs, computes, find
+from startrail.integrations.seams import SEAMS, Runs, computes, find, fused_kernel
 
 if TYPE_CHECKING:
     from startrail.integrations.transformers import Attached
@@ -165,15 +165,6 @@ def _mask_maker(original: Callable[..., Any]) -> Callable[..., Any]:
         return AttentionMaskInterface._global_mapping[name](recurrent=True)
 
     return make
-
-
-def fused_kernel(seam: Callable[..., Any], x: Tensor) -> Callable[..., Any] | None:
-    """The kernel of fla or mamba-ssm that a seam calls for tensors such as x, or None: transformers has it in the
-    closure of its function."""
-    if not x.is_cuda or x.dtype == torch.float64:
-        return None
-    closure = inspect.getclosurevars(seam).nonlocals
-    return closure.get("implementation") if closure.get("is_new_implementation") else None
 
 
 def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

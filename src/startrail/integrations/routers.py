@@ -111,15 +111,6 @@ def problem(model: PreTrainedModel, fused: bool = False) -> str | None:
     return f"{name}: its routers' auxiliary loss is unlike that of other models: {remedy}"
 
 
-def check_z_loss(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for a model that adds a z loss, which would be a mean over a rank's tokens."""
-    if weight := getattr(model.config.get_text_config(), "z_loss_coefficient", 0.0):
-        raise ValueError(
-            f"{type(model).__name__} adds a z loss ({weight} x), a mean over this rank's tokens: set "
-            "z_loss_coefficient=0"
-        )
-
-
 def _modules(model: PreTrainedModel) -> list[ModuleType]:
     modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return [module for module in dict.fromkeys(modules) if module is not None and hasattr(module, NAME)]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from startrail.kernels.convolution import causal_conv1d
 from startrail.kernels.elementwise import linear_recurrence, selective_scan
-from startrail.kernels.opaque import around_delta_rule, around_mamba2
+from startrail.kernels.opaque import around_mamba2, suit_kernels
 from startrail.kernels.recurrences import decayed_attention, gated_delta_rule, kimi_delta_rule
 
 BATCH, TOKENS, HEADS, DIM, WIDTH = 1, 5, 2, 4, 3  # of the made-up numbers
@@ -59,22 +59,16 @@ def _gated_delta_rule(
     runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
     use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return _delta_rule(runs, gated_delta_rule, fused, (query, key, value, g, beta), use_qk_l2norm_in_kernel), None
+    normalize = use_qk_l2norm_in_kernel
+    return runs.scan(gated_delta_rule, query, key, value, g, beta, normalize=normalize, function=fused), None
 
 
 def _kimi_delta_rule(
     runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
     use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return _delta_rule(runs, kimi_delta_rule, fused, (query, key, value, g, beta), use_qk_l2norm_in_kernel), None
-
-
-def _delta_rule(
-    runs: Runs, ours: Callable[..., Any], fused: Callable[..., Any] | None, tensors: tuple[Tensor, ...], normalize: bool
-) -> Any:
-    if fused is None or not tensors[0].shape[1]:
-        return runs.scan(ours, *tensors, normalize=normalize)
-    return runs.scan(around_delta_rule, *tensors, normalize=normalize, function=fused)
+    normalize = use_qk_l2norm_in_kernel
+    return runs.scan(kimi_delta_rule, query, key, value, g, beta, normalize=normalize, function=fused), None
 
 
 def _mamba2(
@@ -230,10 +224,29 @@ def find(modeling: ModuleType, name: str) -> Any:
     return modeling
 
 
+def fused_kernel(seam: Any, x: Tensor) -> Callable[..., Any] | None:
+    """The kernel of fla or mamba-ssm that a seam calls for tensors such as x, or None. One of the hub replaces the
+    seam's forward pass; one of an installed package is in the closure of its function."""
+    if not suit_kernels(x):
+        return None
+    if isinstance(seam, nn.Module) and getattr(seam.forward, "__func__", None) is not type(seam).forward:
+        return seam
+    closure = inspect.getclosurevars(_function_of(seam)).nonlocals
+    return closure.get("implementation") if closure.get("is_new_implementation") else None
+
+
+def _function_of(seam: Any) -> Callable[..., Any]:
+    """If the ``kernels`` library is installed, it has made each seam a module around its function."""
+    found: Callable[..., Any] = seam
+    if isinstance(seam, nn.Module):
+        found = inspect.getclosurevars(type(seam).forward).nonlocals["func"]
+    return found
+
+
 def computes(modeling: ModuleType, name: str) -> bool:
-    """True if a seam of this modeling file computes what startrail does in its place. It is called with made-up
-    numbers: in another version of transformers it may have become something else."""
-    return _computes(modeling, name, inspect.unwrap(find(modeling, name)))
+    """True if a seam of this modeling file computes what startrail does in its place. Its function of torch operations
+    is called with made-up numbers: in another version of transformers it may have become something else."""
+    return _computes(modeling, name, inspect.unwrap(_function_of(find(modeling, name))))
 
 
 @functools.cache

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from startrail.agreement.errors import peer_errors
+from startrail.agreement.gather import gather_tensors
 from startrail.integrations.batch import IGNORE, count_labels, shard_batch
 from startrail.integrations.transformers import attach
 from startrail.parallel import SequenceParallel
@@ -39,9 +41,9 @@ class StarTrailMixin:
             if isinstance(given, TrainingArguments):
                 check_other_parallelism(given)
         self.sp = sp
-        self._num_groups, self._group_index = _groups(sp)
         super().__init__(*arguments, **options)
         trainer: Any = self
+        self._num_groups, self._group_index = _groups(sp, trainer.args.device)
         if not trainer.args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False would average losses that must be summed: leave it True"
@@ -100,7 +102,8 @@ class StarTrailMixin:
         count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batches)
         total = torch.tensor(count, device=device)
         if self._num_groups > 1:
-            dist.all_reduce(total)
+            with peer_errors("counting labels"):
+                dist.all_reduce(total)
             total //= self.sp.world
         return total
 
@@ -142,7 +145,8 @@ class StarTrailMixin:
             loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
         loss = loss.detach()
         if dist.is_initialized():  # the same on all ranks: trainers drop some of the last batch's
-            dist.all_reduce(loss)
+            with peer_errors("adding up the loss of an evaluation batch"):
+                dist.all_reduce(loss)
             loss /= dist.get_world_size()
         return loss, None, None
 
@@ -192,13 +196,15 @@ def check_other_parallelism(arguments: TrainingArguments) -> None:
             raise ValueError(f"parallelism_config has {name}={size}, but sp shards the sequences: leave {name} at 1")
 
 
-def _groups(sp: SequenceParallel) -> tuple[int, int]:
+def _groups(sp: SequenceParallel, device: torch.device) -> tuple[int, int]:
     """The number of groups with different batches, and the index of this rank's."""
     if not dist.is_initialized() or dist.get_world_size() == sp.world:
         return 1, 0
     assert sp.group is not None
-    first = torch.tensor(dist.get_process_group_ranks(sp.group)[0])
-    firsts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-    dist.all_gather(firsts, first)
-    groups = sorted({int(x) for x in firsts})
-    return len(groups), groups.index(int(first))
+    first = dist.get_process_group_ranks(sp.group)[0]
+    own = torch.tensor([first, sp.world], device=device)  # NCCL takes tensors on no other device
+    sizes = dict(sorted(x.tolist() for x in gather_tensors(own, None, "counting groups of ranks")))
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} from rank {first}" for first, size in sizes.items())
+        raise ValueError(f"every sequence needs the same number of ranks, got {listed}")
+    return len(sizes), [*sizes].index(first)

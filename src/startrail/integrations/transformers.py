@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from startrail.agreement.errors import peer_errors
 from startrail.checkpoint import checkpoint_context
 from startrail.integrations import latents, layer_masks, probe, recurrent, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
@@ -223,12 +224,9 @@ class Attached:
             raise ValueError("compile the layers of a model with a routers' auxiliary loss, not the whole")
         fused = bool(options.get(without_logits.FUSED))
         self.check_router_loss(model, fused)
-        mask = options.get("attention_mask") if context.whole is None else context.whole.ones
-        if mask is not None and context.fully_masked is not None:
-            mask = mask * ~context.fully_masked
         # a model's own loss is summed over ranks; TRL adds the auxiliary one to a loss that is averaged
         factor = self.sp.world if fused else 1
-        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), mask, factor)
+        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), context.counted(), factor)
         for replacement in routers.replaced(model, loss):
             self.router_loss.enter_context(replacement)
 
@@ -277,7 +275,6 @@ def _attach(
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
     probe.check_config(model)
-    routers.check_z_loss(model)
     if _is_mostly_narrow(model):
         sp.expect_windows()
     attached = Attached(sp)
@@ -480,7 +477,8 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
     if model._startrail.checking:
         new = [] if loss is None else unchecked_parameters(loss)
         ready = torch.tensor(float(bool(new)), device=model.device)
-        dist.all_reduce(ready, op=dist.ReduceOp.MIN)
+        with peer_errors("comparing which gradients can be checked"):
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
         check_gradients(loss, new, agreed, None, model._startrail.sp.group)

@@ -32,6 +32,7 @@ from startrail.integrations.transformers import attach, detached
 from startrail.integrations.without_logits import FUSED
 from startrail.parallel import SequenceParallel
 
+TRAINERS = ("DPOTrainer", "GRPOTrainer", "RewardTrainer", "RLOOTrainer")  # others may take means over ranks (KTO's KL)
 REFUSED = {  # arguments of TRL's trainers: a value that is fine, and what is wrong with others
     "precompute_ref_log_probs": (False, "runs before the model is split"),
     "use_adaptive_entropy": (False, "would adapt once for each rank's rows, not once per step: set entropy_coef"),
@@ -46,6 +47,9 @@ class StarTrailPolicyMixin:
     sp: SequenceParallel
 
     def __init__(self, *arguments: Any, sp: SequenceParallel, **options: Any) -> None:
+        if not any(kind.__name__ in TRAINERS for kind in type(self).__mro__):
+            bases = ", ".join(kind.__name__ for kind in type(self).__bases__ if kind is not StarTrailPolicyMixin)
+            raise ValueError(f"StarTrailPolicyMixin is for {', '.join(TRAINERS)}, not for {bases}")
         for given in (*arguments, *options.values()):
             if isinstance(given, TrainingArguments):
                 _check_arguments(given)

@@ -54,7 +54,7 @@ def split_inputs(
     given = context.whole.positions if positions is None else positions
     local["position_ids"] = context.split(given, -1)
     if isinstance(options.get("attention_mask"), Tensor):
-        local["attention_mask"] = context.whole.ones
+        local["attention_mask"] = context.ones
     masks, embeddings = options.get(SPLIT[-1]), options.get(OF_IMAGES)
     if masks is not None and embeddings is not None:
         local[SPLIT[-1]], local[OF_IMAGES] = _split_images(context, masks, embeddings)

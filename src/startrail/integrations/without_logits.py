@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from startrail.checkpoint import in_chunks
-from startrail.integrations import routers
+from startrail.integrations import routers, z_loss
 from startrail.integrations.batch import IGNORE
 
 CHUNK_BYTES = 128 * 2**20  # of one chunk's logits in float32
@@ -69,8 +69,14 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
         options |= {name: given for name, given in bound.items() if given is not model}
     labels = options.get("shift_labels")
     name = None if attached is None else attached.layers
+    z = None
+    if attached is not None and labels is not None and not options.get(FUSED):
+        z = z_loss.of_call(model, attached)
+    if z is not None:
+        original = z_loss.without(model, original)
     if name is None or attached.wants_logits or labels is None or _asks_for_logits(model, options):
-        return original(**options)
+        output = original(**options)
+        return output if z is None else z.add(output, z.counted)
 
     layers = model.get_submodule(name)
     # the loss of a token without a label is what the model adds to the loss of labels
@@ -83,10 +89,11 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
         results.append(layers(*arguments, **options))
         return _with_hidden(results[0], results[0][0][:, :1])
 
-    def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
+    def loss_of(hidden: Tensor, labels: Tensor, *counted: Tensor) -> Tensor:
         with _replaced(model, name, lambda *_, **__: _with_hidden(results[0], hidden)):
-            loss: Tensor = original(**{**of_chunks, "labels": labels, "shift_labels": labels}).loss
-            return loss
+            output = original(**{**of_chunks, "labels": labels, "shift_labels": labels})
+        loss: Tensor = output.loss if z is None else z.add(output, *counted).loss
+        return loss
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
         output = original(
@@ -94,7 +101,8 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
         )  # with logits of one token, dropped
         hidden = results[0][0].flatten(0, 1).unsqueeze(0)
         chunk = attached.loss_chunk or tokens_per_chunk(_vocabulary(model))
-        loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
+        per_token = [x.reshape(1, -1) for x in (labels, *([] if z is None else [z.counted]))]
+        loss = in_chunks(model, loss_of, hidden, *per_token, chunk=chunk, summed=True)
         loss = loss + output.loss if adds_more else loss
     _announce(model, attached, labels.numel(), chunk)
     return type(output)(**{**output, "loss": loss, "logits": None})

@@ -1,7 +1,8 @@
 """Running results: partial outputs merged by log-sum-exp, and gradients that add up.
 
 Both return their tensors in the order of a message (``tensors``) and add those of a peer (``take``). Sums can also be
-added to a peer's where these are (``add_to``), which is then sent on.
+added to a peer's where these are (``add_to``), which is then sent on, and written where the caller gets them
+(``store``).
 """
 
 from __future__ import annotations
@@ -201,6 +202,22 @@ class Sum(Accumulator[Tensor]):
         only = self._only_result()
         return self.value if only is None else only
 
+    def store(self, target: Tensor, others: Sequence[Tensor]) -> None:
+        """Write the sum, with ``others``, to ``target``, and round once. On GPUs, one launch adds up what belongs to a
+        row: the accumulator is only read."""
+        own, every_row = [*([] if self._value is None else [self._value]), *others], (0, self.shape[2])
+        (waiting_rows, waiting), *more = [*self._waiting.items()] or [(every_row, [])]
+        has_gaps = not own and (not waiting or waiting_rows != every_row)
+        if fused_on(self.device) is None or more or has_gaps or len(own) + len(waiting) > MAX_MERGED:
+            for x in others:
+                self.add(x)
+            target.copy_(self.result())
+            return
+        for rows in ((0, waiting_rows[0]), waiting_rows, (waiting_rows[1], self.shape[2])):
+            if rows[0] < rows[1]:
+                parts = [_rows(x, slice(*rows)) for x in own] + (waiting if rows == waiting_rows else [])
+                _add_to(_rows(target, slice(*rows)), parts, first=True)
+
     def add_to(self, total: Tensor) -> None:
         """Add the sum to a peer's, in place, and round once."""
         if self._is_new and len(self._waiting) == 1:
@@ -237,6 +254,11 @@ class Sums:
     def take(self, tensors: Sequence[Tensor]) -> None:
         for part, x in zip(self.sums, tensors, strict=True):
             part.add(x)
+
+    def store(self, targets: Sequence[Tensor], arrived: Sequence[Tensor] | None) -> None:
+        """Write these sums, with those of a peer if any have ``arrived``."""
+        for at, (part, target) in enumerate(zip(self.sums, targets, strict=True)):
+            part.store(target, [] if arrived is None else [arrived[at]])
 
     def add_to(self, tensors: Sequence[Tensor]) -> None:
         """Add these sums to a peer's, in place."""

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from startrail.kernels.runs import Recurrence, check_decay, check_states, chunks_of, lengths_of, slices
+from startrail.kernels.runs import (
+    Recurrence,
+    check_decay,
+    check_states,
+    chunks_of,
+    differentiable_once,
+    lengths_of,
+    slices,
+)
 
 BLOCK = 256  # tokens of a selective scan whose states are in memory at a time; larger blocks are slower too
 BLOCK_CHUNK = 16  # tokens of a chunk in a block: as many steps within chunks as from chunk to chunk
@@ -201,6 +209,7 @@ class _Solve(torch.autograd.Function):
         return values, state
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad_values: Tensor, grad_after: Tensor) -> Any:
         a, before, values = ctx.saved_tensors
         grad_b, moves = grad_values.clone(), torch.ones_like(a)  # moves: from the end of the chunk to each token

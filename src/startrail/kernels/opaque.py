@@ -10,7 +10,8 @@ Never run on hardware: tested with stand-ins that have the kernels' arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -18,15 +19,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.kernels.runs import Recurrence, check_states, lengths_of
+from startrail.kernels.runs import Recurrence, check_states, lengths_of, name_of
+
+FLA = {"chunk_gated_delta_rule": "fla.ops.gated_delta_rule", "chunk_kda": "fla.ops.kda"}
 
 
-def around_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    function: Callable[..., Any], normalize: bool = False, lengths: Sequence[int] | None = None,
-) -> AroundDeltaRule:  # fmt: skip
-    """`gated_delta_rule` or `kimi_delta_rule` by ``function``, fla's ``chunk_gated_delta_rule`` or ``chunk_kda``."""
-    return AroundDeltaRule(function, (q, k, v, g, beta), normalize, lengths_of(lengths, v))
+def suit_kernels(*tensors: Tensor) -> bool:
+    """True if kernels of other libraries compute with such tensors: those of fla reject float32 and mixed dtypes."""
+    (dtype, *others) = {x.dtype for x in tensors}
+    return all(x.is_cuda for x in tensors) and dtype in (torch.float16, torch.bfloat16) and not others
+
+
+@cache
+def fla_kernel(name: str) -> Callable[..., Any] | None:
+    """A function of fla, or None if it is not installed."""
+    try:
+        function: Callable[..., Any] = getattr(import_module(FLA[name]), name)
+    except ImportError:
+        return None
+    return function
 
 
 def around_mamba2(
@@ -38,15 +49,16 @@ def around_mamba2(
 
 
 class AroundDeltaRule(Recurrence):
-    """The kernel takes runs of one batch, so the batch's runs lie one after the other."""
+    """`gated_delta_rule` or `kimi_delta_rule` by fla's ``chunk_gated_delta_rule`` or ``chunk_kda``. These take runs of
+    one batch, so the batch's runs lie one after the other. ``options`` are theirs."""
 
     matrix = True
 
     def __init__(
-        self, kernel: Callable[..., Any], tensors: Sequence[Tensor], normalize: bool, lengths: Sequence[int]
+        self, kernel: Callable[..., Any], tensors: Sequence[Tensor], options: dict[str, Any], lengths: Sequence[int]
     ) -> None:
         _, k, v, *_ = tensors
-        self._kernel, self._normalize = kernel, normalize
+        self._kernel, self._options = kernel, options
         self._q, self._k, self._v, self._g, self._beta = (x.flatten(0, 1).unsqueeze(0) for x in tensors)
         ends = list(accumulate(len(v) * list(lengths), initial=0))
         self._ends = torch.tensor(ends, dtype=torch.int64, device=v.device)
@@ -77,17 +89,19 @@ class AroundDeltaRule(Recurrence):
         return self._call(F.pad(self._v, (0, keys)), F.pad(one, (values, 0)).expand(*self.shape[:4], -1))[1]
 
     def _call(self, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, after = self._kernel(
+        found = self._kernel(
             self._q, self._k, values, g=self._g, beta=self._beta, initial_state=state.flatten(0, 1).contiguous(),
-            output_final_state=True, use_qk_l2norm_in_kernel=self._normalize, cu_seqlens=self._ends,
+            output_final_state=True, cu_seqlens=self._ends, **self._options,
         )  # fmt: skip
-        return out, after.unflatten(0, self.shape[:2])
+        if not isinstance(found, tuple) or getattr(found[1], "shape", None) != (len(self._ends) - 1, *state.shape[2:]):
+            raise ValueError(f"{name_of(self._kernel)} does not return (outputs, states after each run), as fla's do")
+        return found[0], found[1].unflatten(0, self.shape[:2])
 
 
 class AroundMamba2(Recurrence):
     """The kernel takes one run at a time: states of several can not be given to it."""
 
-    matrix = False
+    matrix, moves = False, (1, 1)
 
     def __init__(
         self, kernel: Callable[..., Any], tensors: Sequence[Tensor], chunk_size: int, lengths: Sequence[int]

@@ -1,4 +1,5 @@
-"""Linear attention as recurrences S' = M S + B in plain torch: exact in float64, with gradients of states too.
+"""Linear attention as recurrences S' = M S + B in plain torch: exact in float64, with gradients of states too. On CUDA
+in half precision, the delta rules run by the kernels of fla if it is installed (`opaque.py`).
 
 A layer's tokens become a `Recurrence`, which needs no state yet. Ranks exchange what their runs do to a state, then
 each computes its outputs with the state that arrives:
@@ -23,13 +24,15 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from startrail.kernels.opaque import AroundDeltaRule, fla_kernel, suit_kernels
 from startrail.kernels.runs import Recurrence, RunChunks, carry, check_decay, chunks_of, lengths_of
 
 NORM_EPS = 1e-6
@@ -55,6 +58,10 @@ class HeadRecurrence(Recurrence):
         self.matrix = moves.shape[-2:] != (1, 1)
         _, batch, *heads, rows, columns = adds.shape
         self.shape, self.dtype = (batch, chunks.runs, prod(heads), rows, columns), adds.dtype
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        return tuple(self._moves.shape[-2:])
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         before, after = self._from_zero if state is None else self._carry(self._sorted(state))
@@ -113,15 +120,19 @@ def gated_delta_rule(
     scale: float | None = None,
     normalize: bool = False,
     lengths: Sequence[int] | None = None,
-) -> HeadRecurrence:
+    function: Callable[..., Any] | None = None,
+) -> Recurrence:
     """GDN: S' = exp(g) S, then S = S' + beta k (v - k S')^T, and out = scale q S.
 
     q, k (batch, tokens, key heads, key dim), v (batch, tokens, value heads, value dim); each key head serves as many
     consecutive value heads. g <= 0 and beta (batch, tokens, value heads). ``normalize`` divides q and k by their norms.
-    ``scale`` is 1 / sqrt(key dim) by default.
+    ``scale`` is 1 / sqrt(key dim) by default. ``function`` is a kernel with the arguments of fla's
+    ``chunk_gated_delta_rule``: by default fla's own, on CUDA in half precision, if it is installed.
     """
     _check(q, k, v, g=g, beta=beta)
-    return _delta_rule(q, k, v, g.unsqueeze(-1), beta, scale, normalize, lengths)
+    if function is None and suit_kernels(q, k, v):
+        function = fla_kernel("chunk_gated_delta_rule")
+    return _delta_rule(q, k, v, g, beta, scale, normalize, lengths, function)
 
 
 def kimi_delta_rule(
@@ -134,13 +145,17 @@ def kimi_delta_rule(
     scale: float | None = None,
     normalize: bool = False,
     lengths: Sequence[int] | None = None,
-) -> HeadRecurrence:
-    """KDA: the gated delta rule with a decay for each row of the state: g is (batch, tokens, value heads, key dim)."""
+    function: Callable[..., Any] | None = None,
+) -> Recurrence:
+    """KDA: the gated delta rule with a decay for each row of the state: g is (batch, tokens, value heads, key dim).
+    ``function`` is a kernel with the arguments of fla's ``chunk_kda``."""
     _check(q, k, v, beta=beta)
     if g.shape != (*v.shape[:3], k.shape[3]):
         raise ValueError(f"g has shape {tuple(g.shape)}, expected {(*v.shape[:3], k.shape[3])}, one per row of a state")
     check_decay("g", g)
-    return _delta_rule(q, k, v, g, beta, scale, normalize, lengths)
+    if function is None and suit_kernels(q, k, v):
+        function = fla_kernel("chunk_kda")
+    return _delta_rule(q, k, v, g, beta, scale, normalize, lengths, function)
 
 
 def _delta_rule(
@@ -152,11 +167,17 @@ def _delta_rule(
     scale: float | None,
     normalize: bool,
     lengths: Sequence[int] | None,
-) -> HeadRecurrence:
+    function: Callable[..., Any] | None,
+) -> Recurrence:
     """In a chunk, u_t = beta_t (v_t - what the state predicts for k_t) is what token t adds: S' = exp(g) S + k u^T.
     Every u depends on those before it, a triangular system, and on the state before the chunk:
     u = ``values`` - ``keys`` S."""
-    chunks, dtype = chunks_of(lengths_of(lengths, v), v.device), v.dtype
+    lengths = lengths_of(lengths, v)
+    if function is not None and v.shape[1]:
+        options = dict(use_qk_l2norm_in_kernel=normalize) | ({} if scale is None else dict(scale=scale))
+        return AroundDeltaRule(function, (q, k, v, g, beta), options, lengths)
+    chunks, dtype = chunks_of(lengths, v.device), v.dtype
+    g = g if g.dim() == 4 else g.unsqueeze(-1)
     q, k, v, g, beta = _by_head(chunks, (q, k, v, g, beta.unsqueeze(-1)))
     if normalize:
         q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))

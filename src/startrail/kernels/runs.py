@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -28,12 +28,17 @@ CHUNK = 64  # tokens
 
 class Recurrence(ABC):
     """Some runs of tokens, as a function of the state before each. ``matrix`` says whether a ``transition`` is a matrix
-    for each head, or multiplies the state elementwise. ``shape`` is that of the states, (batch, runs, ...), ``dtype``
-    theirs."""
+    for each head, or multiplies the state elementwise. ``shape`` is that of the states, (batch, runs, heads, ...),
+    ``dtype`` theirs."""
 
     matrix: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """The shape of a head's transition: (1, 1) if it is one number."""
+        return (*self.shape[3:-1], self.shape[-2]) if self.matrix else self.shape[3:]
 
     @abstractmethod
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -189,6 +194,19 @@ class RunChunks:
         return states.index_select(0, self._order.argsort()).transpose(0, 1)
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a backward pass that autograd cannot differentiate. ``torch.autograd.function.once_differentiable``
+    leaves such derivatives out silently where ``torch.autograd.grad`` asks for them."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError("recurrences have no second derivatives: compute gradients without create_graph=True")
+        return backward(ctx, *grads)
+
+    return checked
+
+
 def carry(
     transition: Tensor, contribution: Tensor, initial: Tensor, steps: Sequence[int], matrix: bool
 ) -> tuple[Tensor, Tensor]:
@@ -217,6 +235,7 @@ class _Carry(torch.autograd.Function):
         return before, state
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad_before: Tensor, grad_after: Tensor) -> Any:
         transition, before = ctx.saved_tensors
         grad_contribution, grad_state = torch.empty_like(before), grad_after.clone()

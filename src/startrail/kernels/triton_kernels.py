@@ -2,8 +2,10 @@
 few heads), the substitute for a row's output (10 to 40) and the copies of a head exchange (1 or 2 per tensor). The
 arithmetic is that of the plain versions in `accumulate`, `base` and `rearrange`.
 
-Tensors are (batch, heads, rows, dim) with any strides, except that the last dimension is dense. Tests run them in
-Triton's interpreter (TRITON_INTERPRET=1); they have not run on a GPU yet.
+Tensors are (batch, heads, rows, dim) with any strides, except that the last dimension is dense. A launch takes the host
+longer the more arguments it has, so results that are added at once must have equal strides, as those of one attention
+kernel do; others are copied. Tests run them in Triton's interpreter (TRITON_INTERPRET=1); they have not run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ def _weight(lse, top):
 @triton.jit
 def _merge(
     out, lse, new0, new1, new2, new3, lse0, lse1, lse2, lse3,
-    out_b, out_h, out_r, lse_b, lse_h, lse_r,
-    new0_b, new0_h, new0_r, new1_b, new1_h, new1_r, new2_b, new2_h, new2_r, new3_b, new3_h, new3_r,
-    lse0_b, lse0_h, lse0_r, lse1_b, lse1_h, lse1_r, lse2_b, lse2_h, lse2_r, lse3_b, lse3_h, lse3_r,
+    out_b, out_h, out_r, lse_b, lse_h, lse_r, new_b, new_h, new_r, new_lse_b, new_lse_h, new_lse_r,
     heads, rows, dim, COUNT: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Merges ``COUNT`` results at once, so that the running result is read and written once. ``FIRST``: no running
@@ -47,16 +47,17 @@ def _merge(
     old = tl.full((ROWS,), nothing, tl.float64)
     if not FIRST:
         old = tl.load(at, mask=here, other=nothing)
-    a0 = tl.load(lse0 + batch * lse0_b + head * lse0_h + row * lse0_r, mask=here, other=nothing).to(tl.float64)
+    at_new = batch * new_lse_b + head * new_lse_h + row * new_lse_r
+    a0 = tl.load(lse0 + at_new, mask=here, other=nothing).to(tl.float64)
     a1 = tl.full((ROWS,), nothing, tl.float64)
     a2 = tl.full((ROWS,), nothing, tl.float64)
     a3 = tl.full((ROWS,), nothing, tl.float64)
     if COUNT > 1:
-        a1 = tl.load(lse1 + batch * lse1_b + head * lse1_h + row * lse1_r, mask=here, other=nothing).to(tl.float64)
+        a1 = tl.load(lse1 + at_new, mask=here, other=nothing).to(tl.float64)
     if COUNT > 2:
-        a2 = tl.load(lse2 + batch * lse2_b + head * lse2_h + row * lse2_r, mask=here, other=nothing).to(tl.float64)
+        a2 = tl.load(lse2 + at_new, mask=here, other=nothing).to(tl.float64)
     if COUNT > 3:
-        a3 = tl.load(lse3 + batch * lse3_b + head * lse3_h + row * lse3_r, mask=here, other=nothing).to(tl.float64)
+        a3 = tl.load(lse3 + at_new, mask=here, other=nothing).to(tl.float64)
     top = tl.maximum(tl.maximum(tl.maximum(old, a0), tl.maximum(a1, a2)), a3)
     # 0 where a row has seen no key, 1 for the largest even if it is infinite, and NaN if any is
     w = _weight(old, top)
@@ -69,29 +70,26 @@ def _merge(
     inside = here[:, None] & (column < dim)[None, :]
     to = out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :]
     kind = out.dtype.element_ty
-    at0 = new0 + batch * new0_b + head * new0_h + row[:, None] * new0_r + column[None, :]
-    value = tl.load(at0, mask=inside, other=0.0).to(kind) * (w0 / total).to(kind)[:, None]
+    elements = batch * new_b + head * new_h + row[:, None] * new_r + column[None, :]
+    value = tl.load(new0 + elements, mask=inside, other=0.0).to(kind) * (w0 / total).to(kind)[:, None]
     if not FIRST:
         value += tl.load(to, mask=inside, other=0.0) * (w / total).to(kind)[:, None]
     if COUNT > 1:
-        at1 = new1 + batch * new1_b + head * new1_h + row[:, None] * new1_r + column[None, :]
-        value += tl.load(at1, mask=inside, other=0.0).to(kind) * (w1 / total).to(kind)[:, None]
+        value += tl.load(new1 + elements, mask=inside, other=0.0).to(kind) * (w1 / total).to(kind)[:, None]
     if COUNT > 2:
-        at2 = new2 + batch * new2_b + head * new2_h + row[:, None] * new2_r + column[None, :]
-        value += tl.load(at2, mask=inside, other=0.0).to(kind) * (w2 / total).to(kind)[:, None]
+        value += tl.load(new2 + elements, mask=inside, other=0.0).to(kind) * (w2 / total).to(kind)[:, None]
     if COUNT > 3:
-        at3 = new3 + batch * new3_b + head * new3_h + row[:, None] * new3_r + column[None, :]
-        value += tl.load(at3, mask=inside, other=0.0).to(kind) * (w3 / total).to(kind)[:, None]
+        value += tl.load(new3 + elements, mask=inside, other=0.0).to(kind) * (w3 / total).to(kind)[:, None]
     tl.store(to, value, mask=inside)
 
 
 @triton.jit
 def _add(
-    total, new0, new1, new2, new3, total_b, total_h, total_r,
-    new0_b, new0_h, new0_r, new1_b, new1_h, new1_r, new2_b, new2_h, new2_r, new3_b, new3_h, new3_r,
+    total, new0, new1, new2, new3, total_b, total_h, total_r, new0_b, new0_h, new0_r, new_b, new_h, new_r,
     heads, rows, dim, COUNT: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``COUNT`` tensors one after the other, in float32 or wider, and rounds once."""
+    """Adds ``COUNT`` tensors one after the other, in float32 or wider, and rounds once. The first one, which may be an
+    accumulator, has strides of its own."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
@@ -102,15 +100,13 @@ def _add(
     value = tl.load(at0, mask=inside, other=0.0).to(kind)
     if not FIRST:
         value = tl.load(to, mask=inside, other=0.0).to(kind) + value
+    elements = batch * new_b + head * new_h + row[:, None] * new_r + column[None, :]
     if COUNT > 1:
-        at1 = new1 + batch * new1_b + head * new1_h + row[:, None] * new1_r + column[None, :]
-        value += tl.load(at1, mask=inside, other=0.0).to(kind)
+        value += tl.load(new1 + elements, mask=inside, other=0.0).to(kind)
     if COUNT > 2:
-        at2 = new2 + batch * new2_b + head * new2_h + row[:, None] * new2_r + column[None, :]
-        value += tl.load(at2, mask=inside, other=0.0).to(kind)
+        value += tl.load(new2 + elements, mask=inside, other=0.0).to(kind)
     if COUNT > 3:
-        at3 = new3 + batch * new3_b + head * new3_h + row[:, None] * new3_r + column[None, :]
-        value += tl.load(at3, mask=inside, other=0.0).to(kind)
+        value += tl.load(new3 + elements, mask=inside, other=0.0).to(kind)
     tl.store(to, value.to(total.dtype.element_ty), mask=inside)
 
 
@@ -243,18 +239,17 @@ def _rows_of_ranks(x: Tensor, size: Sequence[int], whole: bool) -> Tensor:
 def merge(out: Tensor, lse: Tensor, results: Sequence[tuple[Tensor, Tensor]], first: bool = False) -> None:
     """Merge at most ``MAX_MERGED`` results (out, lse) into the running ``out`` and ``lse``, in place. ``first``: these
     hold nothing yet."""
-    count = len(results)
-    padded = [(_dense(new), new_lse) for new, new_lse in (*results, *[results[0]] * (MAX_MERGED - count))]
-    tensors = (out, lse, *(new for new, _ in padded), *(new_lse for _, new_lse in padded))
-    strides = (step for x in tensors for step in x.stride()[:3])
-    _launch(_merge, out, (*tensors, *strides), elements=MERGED_ELEMENTS, COUNT=count, FIRST=first)
+    outs, lses = (_alike(some) for some in zip(*results, strict=True))
+    strides = (step for x in (out, lse, outs[0], lses[0]) for step in x.stride()[:3])
+    tensors = (out, lse, *_padded(outs), *_padded(lses))
+    _launch(_merge, out, (*tensors, *strides), elements=MERGED_ELEMENTS, COUNT=len(results), FIRST=first)
 
 
 def add(total: Tensor, grads: Sequence[Tensor], first: bool) -> None:
     """Add at most ``MAX_MERGED`` tensors to ``total``, in place. ``first``: it holds nothing yet."""
-    padded = [_dense(grad) for grad in (*grads, *[grads[0]] * (MAX_MERGED - len(grads)))]
-    strides = (step for x in (total, *padded) for step in x.stride()[:3])
-    _launch(_add, total, (total, *padded, *strides), elements=MERGED_ELEMENTS, COUNT=len(grads), FIRST=first)
+    some = [_dense(grads[0]), *_alike(grads[1:])]
+    strides = (step for x in (total, some[0], some[-1]) for step in x.stride()[:3])
+    _launch(_add, total, (total, *_padded(some), *strides), elements=MERGED_ELEMENTS, COUNT=len(some), FIRST=first)
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -274,6 +269,21 @@ def surrogate_out(dout: Tensor, delta: Tensor, picks: int) -> Tensor:
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors`` with the strides of the first."""
+    made = [_dense(x) for x in tensors[:1]]
+    for x in tensors[1:]:
+        if x.stride() != (strides := made[0].stride()):
+            x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+        made.append(x)
+    return made
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As many as a launch takes; those that are not read repeat the first."""
+    return [*tensors, *[tensors[0]] * (MAX_MERGED - len(tensors))]
 
 
 def _launch(

@@ -17,6 +17,7 @@ from startrail.schedule.plan import Plan, plans_for, variants_of
 
 PLAN_LEVELS = 2  # at each level of the cluster
 GROUPS = (1, 2, 4)
+MORE_CHANNELS = (16, 24)
 LARGE_WORLD = 1024  # ranks: above it, programs are long and fewer plans are simulated
 RING = "ring"  # the role of Ring Attention
 
@@ -71,6 +72,24 @@ def options_of(plan: Plan, keep: bool = True) -> Iterator[Plan]:
     for variant in variants_of(plan):
         if variant.keep in keeps:
             yield from (replace(variant, groups=groups) for groups in GROUPS)
+
+
+def with_more_channels(plan: Plan, cluster: ClusterSpec) -> Iterator[Plan]:
+    """``plan`` with more channels for transfers under compute, at levels whose links the usual number cannot fill.
+
+    >>> from startrail.planner.cluster import find_cluster
+    >>> [str(each) for each in with_more_channels(Plan.parse("1x8/1x8"), find_cluster("h100-8x8"))]
+    ['1x8/1x8,channels=8/16', '1x8/1x8,channels=8/24']
+    """
+    sizes = plan.sizes(cluster.world)
+    furthest = [(size - 1) * prod(sizes[at + 1 :]) for at, size in enumerate(sizes)]
+    limited = [
+        at for at in plan.hidden_levels
+        if (crossed := cluster.crossed(0, furthest[at])) and all(cluster.levels[each].under_compute for each in crossed)
+    ]  # fmt: skip
+    for number in MORE_CHANNELS if limited else ():
+        channels = (number if at in limited else plan.channels_at(at) for at in range(len(sizes)))
+        yield replace(plan, channels=tuple(channels))
 
 
 class WellKnown(NamedTuple):

@@ -29,7 +29,7 @@ from startrail.planner.units import (
 )
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TRANSPORTS = ("nccl", "gloo")
+IN_ORDER = {"nccl": True, "gloo": False}  # whether a lane runs its messages in the order in which they are posted
 # A device's seconds per kernel call, message and pass if its file does not say: those of GPUs launched from Python, and
 # of CPU processes (lab.toml).
 OVERHEADS = {
@@ -98,8 +98,8 @@ class LinkLevel:
     """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
     devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
     every other device of the level. ``under_compute``: what transfers reach that leave most multiprocessors to
-    attention (``transport.process_groups``: 8 channels, not 32); 0 if that is all. ``socket``: bytes/s that a core
-    moves over this level, on both sides; 0 if the hardware does it."""
+    attention (8 channels, not 32, unless the plan has more); 0 if that is all. ``socket``: bytes/s that a core moves
+    over this level, on both sides; 0 if the hardware does it."""
 
     name: str
     size: int
@@ -147,6 +147,11 @@ class ClusterSpec:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def in_order(self) -> bool:
+        """A lane runs one message after the other, whatever call or part it is of."""
+        return IN_ORDER[self.transport]
 
     @cached_property
     def world(self) -> int:
@@ -312,7 +317,7 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     tables, slow = table["levels"], table.get("slow", [])
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
-    transport = fields.choice("transport", TRANSPORTS, "nccl")
+    transport = fields.choice("transport", tuple(IN_ORDER), "nccl")
     read = [partial(_level, item, f"{where}: levels[{at}]") for at, item in enumerate(tables)]
     *found, device = read_all([*read, partial(_device, table["device"], transport, f"{where}: device")], where)
     levels: tuple[LinkLevel, ...] = tuple(found)

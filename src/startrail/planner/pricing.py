@@ -23,10 +23,9 @@ from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.geometry.tiles import Costs, Tile
 from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
-from startrail.planner.kernels import TILE_ROWS, occupancy
+from startrail.planner.kernels import PROCESSORS, TILE_ROWS, occupancy
 from startrail.planner.peers import STARTRAIL, Implementation
-from startrail.schedule.families.base import Heads
-from startrail.schedule.plan import Plan
+from startrail.schedule.plan import CHANNELS, Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import PieceSizes, Sizes
 from startrail.schedule.values import FORWARD, KINDS, Block, Pass, Piece
@@ -75,12 +74,15 @@ FewChannels = dict[int, dict[int, float]]  # by lane and level
 
 
 def lanes_with_few_channels(cluster: ClusterSpec, plan: Plan) -> FewChannels:
-    """Our lanes whose transfers run under compute, and how many times longer they take on each level's links."""
-    limited = {at: level for at, level in enumerate(cluster.levels) if level.under_compute}
-    slower = {at: max(level.bandwidth / level.under_compute, 1.0) for at, level in limited.items()}
-    if not slower:
+    """Our lanes whose transfers run under compute, and how many times longer they take on each level's links: their
+    bandwidth grows with their channels."""
+    limited = {at: one.bandwidth / one.under_compute for at, one in enumerate(cluster.levels) if one.under_compute}
+    if not limited:
         return {}
-    return {n: slower for n, level in enumerate(plan.levels) if plan.groups > 1 or not isinstance(level, Heads)}
+    return {
+        lane: {at: max(times * CHANNELS / plan.channels_at(lane), 1.0) for at, times in limited.items()}
+        for lane in plan.hidden_levels
+    }
 
 
 def part_prices(cluster: ClusterSpec, part: AttentionPart, dtype: str) -> Prices:
@@ -130,6 +132,10 @@ class Prices:
         kernel, widths = self.rates.kernel, (sizes.head_dim, sizes.out_dim)
         self.widths = kernel.widths(*widths) if kernel is not None else (max(widths),) * 2  # as computed
         self.latent = sizes if isinstance(sizes, LatentSizes) else None
+        few = self.lanes_with_few_channels()
+        # multiprocessors that transfers take from attention, beyond those that every plan gives them
+        taken = sum(max(sizes.plan.channels_at(lane) - CHANNELS, 0) for lane in few)
+        self.left = (PROCESSORS - taken) / PROCESSORS
         self.wide = {kind: sizes.wide_bytes(kind) for kind in KINDS}
         self._priced: dict[tuple[object, ...], float] = {}
 
@@ -185,7 +191,7 @@ class Prices:
             side = sqrt(2 * area / parts) if causal else side
             share = occupancy(self.batch * self.heads * rows / TILE_ROWS)
         speed = self.rates.speed(pass_.name, causal, self.sizes.head_dim, side) * share
-        return area * self.flops_per_pair(pass_) / speed + self.cluster.device.call
+        return area * self.flops_per_pair(pass_) / (speed * self.left) + self.cluster.device.call
 
     def accumulate(self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool, all_keys: int) -> float:
         """Seconds to add a tile's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys of a

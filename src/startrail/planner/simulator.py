@@ -177,7 +177,7 @@ class Simulator:
         batches: dict[int, _SimulatedBatch] = {}
         for message in task.messages:
             batch = None
-            if self.cluster.transport == "nccl":
+            if self.cluster.in_order:
                 batch = batches.get(message.lane)
                 if batch is None:
                     queue = rank.lanes.setdefault(message.lane, deque())

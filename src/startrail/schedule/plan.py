@@ -10,6 +10,8 @@ T) or ``uU`` (heads over U ranks):
 ('u4/2x4', 32)
 >>> str(Plan.parse("1x4, keep=all, groups=2"))
 '1x4,keep=all,groups=2'
+>>> Plan.parse("1x4/1x8, channels=8/16").channels_at(1), Plan.parse("1x8, channels=16").channels_at(0)
+(16, 16)
 
 ``1x16`` is Ring Attention, ``u8`` is Ulysses, ``1x4/u8`` is USP, ``1x4/1x8`` is a double ring and ``star2`` is the
 schedule of the StarTrail paper with teams of 2; its ring length follows from the number of ranks. Any levels can split
@@ -32,7 +34,8 @@ from startrail.schedule.values import FORWARD, Pass
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")
 EXCHANGES = ("once", "twice")
-OPTIONS = ("backward", "keep", "groups", "exchange")
+OPTIONS = ("backward", "keep", "groups", "exchange", "channels")
+CHANNELS, MOST_CHANNELS = 8, 24  # of each level's lane; more would leave attention too little of a GPU
 
 
 class PlanError(ValueError):
@@ -51,6 +54,8 @@ class Plan:
     forward pass keeps, so that the backward pass need not receive them again. ``groups`` is the number of parts that
     the heads (or the batch) are split into; they run one after the other. ``exchange``: what heads levels exchange in
     the forward pass is kept for the backward pass (``once``), or exchanged again (``twice``), which keeps nothing.
+    ``channels``, of each level or of all: how many of NCCL's channels, and so of a GPU's multiprocessors, its transfers
+    take while blocks are computed.
     """
 
     levels: tuple[Level, ...] = (Heads(1),)
@@ -58,6 +63,7 @@ class Plan:
     keep: str = "none"
     groups: int = 1
     exchange: str = "once"
+    channels: tuple[int, ...] = (CHANNELS,)
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -74,6 +80,13 @@ class Plan:
             raise ValueError(f"keep={self.keep!r} is not one of {', '.join(KEEPS)}")
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange={self.exchange!r} is not one of {', '.join(EXCHANGES)}")
+        if len(self.channels) not in (1, len(self.levels)) or not all(1 <= n <= MOST_CHANNELS for n in self.channels):
+            raise ValueError(
+                f"plan {self.body}: channels={_slashed(self.channels)} must be one number from 1 to {MOST_CHANNELS}, "
+                f"or {len(self.levels)} of them, for each level"
+            )
+        if len(set(self.channels)) == 1:
+            object.__setattr__(self, "channels", self.channels[:1])
         if self.exchange == "twice" and (self.heads == 1 or self.keep != "none"):
             reason = f"keep={self.keep} keeps more" if self.heads > 1 else "there are no heads to exchange"
             raise ValueError(f"plan {self}: exchange=twice keeps nothing, but {reason}")
@@ -87,14 +100,18 @@ class Plan:
         """Parse the text form. Raises ``ValueError`` with the part that cannot be read."""
         body, *options = (part.strip() for part in text.split(","))
         levels = tuple(_level(part, text) for part in body.split("/"))
-        chosen: dict[str, str | int] = {}
+        chosen: dict[str, str | int | tuple[int, ...]] = {}
         for option in options:
             name, equals, value = (piece.strip() for piece in option.partition("="))
             if not equals or name not in OPTIONS or name in chosen:
                 raise ValueError(f"plan {text!r}: cannot read option {option!r}; options are {'=, '.join(OPTIONS)}=")
-            if name == "groups" and not value.isdecimal():
+            if name not in ("groups", "channels"):
+                chosen[name] = value
+                continue
+            numbers = value.split("/") if name == "channels" else [value]
+            if not all(number.isdecimal() for number in numbers):
                 raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
-            chosen[name] = int(value) if name == "groups" else value
+            chosen[name] = tuple(map(int, numbers)) if name == "channels" else int(value)
         return cls(levels, **chosen)  # type: ignore[arg-type]
 
     @property
@@ -104,8 +121,23 @@ class Plan:
 
     def __str__(self) -> str:
         default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1, "exchange": "once"}
-        options = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != default[name]]
+        options = [f"{name}={getattr(self, name)}" for name, usual in default.items() if getattr(self, name) != usual]
+        if self.channels != (CHANNELS,):
+            options.append(f"channels={_slashed(self.channels)}")
         return ",".join([self.body, *options])
+
+    @property
+    def hidden_levels(self) -> list[int]:
+        """The levels whose transfers run while blocks are computed.
+
+        >>> Plan.parse("u4/1x8").hidden_levels, Plan.parse("u4/1x8,groups=2").hidden_levels
+        ([1], [0, 1])
+        """
+        return [at for at, level in enumerate(self.levels) if self.groups > 1 or not isinstance(level, Heads)]
+
+    def channels_at(self, level: int) -> int:
+        """Those of a level's lane while blocks are computed."""
+        return self.channels[level if len(self.channels) > 1 else 0]
 
     @cached_property
     def shard_levels(self) -> tuple[Level, ...]:
@@ -209,7 +241,7 @@ class Plan:
         inner = Plan((Heads(1),) * level + self.levels[level:])
         backward = self.backward if inner.shard_levels else inner.backward
         exchange = self.exchange if inner.heads > 1 else inner.exchange
-        return replace(inner, backward=backward, keep=self.keep, exchange=exchange)
+        return replace(inner, backward=backward, keep=self.keep, exchange=exchange, channels=self.channels)
 
     def zone_levels(self, world: int) -> list[tuple[int, tuple[int, ...]]]:
         """Every level at which ranks can share tokens, from all ranks to single ones: the number of levels outside, and
@@ -234,6 +266,10 @@ def on_demand() -> Plan:
     """
     (family,) = (family for family in FAMILIES if family.by_demand)
     return Plan((family.level(),))
+
+
+def _slashed(numbers: tuple[int, ...]) -> str:
+    return "/".join(map(str, numbers))
 
 
 def _level(part: str, text: str) -> Level:

@@ -24,6 +24,7 @@ class Timeline:
         self.steps: list[Step] = []
         self._posts: dict[int, list[Transfer]] = {}
         self._merges: dict[int, list[Merge]] = {}
+        self._last: list[Merge] = []
 
     @property
     def next_index(self) -> int:
@@ -41,7 +42,15 @@ class Timeline:
         self._posts.setdefault(due, []).extend(posts)
         self._merges.setdefault(due + merge_delay, []).extend(merges)
 
+    def postpone(self, shard: int) -> None:
+        """Merge the results of ``shard`` that are on their way after all other steps."""
+        for index, merges in self._merges.items():
+            self._last += [merge for merge in merges if merge.piece.shard == shard]
+            self._merges[index] = [merge for merge in merges if merge.piece.shard != shard]
+
     def finish(self) -> list[Step]:
         while self._posts or self._merges:
             self.add()
+        if self._last:
+            self.add(merges=self._last)
         return self.steps  # with empty steps: they keep the ranks in step until groups are composed

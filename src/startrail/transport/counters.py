@@ -22,33 +22,42 @@ class Traffic:
 
 class Stopwatch:
     """Adds up seconds: on the host's clock, or for a GPU with events on its stream, since the host runs ahead of it.
-    Events are read on demand, so measuring never synchronizes."""
+    Events are read on demand, so measuring never synchronizes, and used again, since the host pays for new ones."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._unread: list[tuple[torch.Event, torch.Event]] = []
+        self._unread: list[tuple[torch.device, torch.Event, torch.Event]] = []
+        self._spare: dict[torch.device, list[torch.Event]] = {}
 
     def start(self, device: torch.device) -> float | torch.Event:
-        return time.perf_counter() if device.type != "cuda" else _event(device)
+        return time.perf_counter() if device.type != "cuda" else self._event(device)
 
     def stop(self, start: float | torch.Event, device: torch.device) -> None:
         if isinstance(start, float):
             self._seconds += time.perf_counter() - start
             return
-        self._unread.append((start, _event(device)))
-        if len(self._unread) > MAX_UNREAD and self._unread[MAX_UNREAD // 2][1].query():
+        self._unread.append((device, start, self._event(device)))
+        if len(self._unread) > MAX_UNREAD and self._unread[MAX_UNREAD // 2][2].query():
             self._read(MAX_UNREAD // 2)
 
     def seconds(self) -> float:
         if self._unread:
-            self._unread[-1][1].synchronize()
+            self._unread[-1][2].synchronize()
             self._read(len(self._unread))
         return self._seconds
 
     def _read(self, count: int) -> None:
-        for start, stop in self._unread[:count]:
+        for device, start, stop in self._unread[:count]:
             self._seconds += start.elapsed_time(stop) / 1000
+            self._spare.setdefault(device, []).extend((start, stop))
         del self._unread[:count]
+
+    def _event(self, device: torch.device) -> torch.Event:
+        if not (spare := self._spare.get(device)):
+            return _event(device)
+        event = spare.pop()
+        event.record()
+        return event
 
 
 def _event(device: torch.device) -> torch.Event:

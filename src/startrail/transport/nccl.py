@@ -180,9 +180,9 @@ class Batches(Lanes):
 
     def _open_lanes(self) -> None:
         hidden = process_groups.hidden_lanes(self.programs)
-        few, many = process_groups.HIDDEN_CHANNELS, process_groups.EXPOSED_CHANNELS
         for lane in range(len(self.place.sizes)):
-            self._open_lane(lane, self.place.lane_ranks(lane), str(lane), few if lane in hidden else many)
+            channels = hidden.get(lane, process_groups.EXPOSED_CHANNELS)
+            self._open_lane(lane, self.place.lane_ranks(lane), str(lane), channels)
 
     def begin_pass(self, program: Program, compare: Compare, direct_levels: Iterable[int] = ()) -> None:
         self.begin_call()

@@ -8,11 +8,11 @@ All settings of NCCL's communicators are here:
 
 - *high priority streams*: attention kernels that become ready together with a transfer would take every
   multiprocessor, and the transfer that they should hide would run after them;
-- *few channels for lanes that run under compute*: each takes a multiprocessor from attention, and these transfers have
-  the time of a block. They start one by one: a cluster of four, the default from Hopper on, needs four free
-  multiprocessors in one part of the GPU, and those that attention leaves may lie anywhere. *Many for lanes that run
-  while nothing else does*, such as the exchange over heads: it takes about 2 per NVLink to fill them, and an H100 has
-  18 (NVIDIA/nccl#1703);
+- *few channels for lanes that run under compute*, as the plan says: each takes a multiprocessor from attention, and
+  these transfers have the time of a block. They start one by one: a cluster of four, the default from Hopper on, needs
+  four free multiprocessors in one part of the GPU, and those that attention leaves may lie anywhere. *Many for lanes
+  that run while nothing else does*, such as the exchange over heads: it takes about 2 per NVLink to fill them, and an
+  H100 has 18 (NVIDIA/nccl#1703);
 - *never split from the world's communicator*. torch does that if the default group is bound to a device: lazily, inside
   the first transfer, and with all ranks of the world, most of which do not take part;
 - *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer, and counts the time that
@@ -39,7 +39,7 @@ from startrail.agreement.watchdog import run_all_within
 from startrail.schedule.program import Program
 from startrail.schedule.values import Piece
 
-HIDDEN_CHANNELS, EXPOSED_CHANNELS = 8, 32
+EXPOSED_CHANNELS = 32
 UNUSED_TAG = (1 << 31) - 1  # above the tags of every call
 
 log = logging.getLogger("startrail")
@@ -70,12 +70,12 @@ def gpus_use_nccl() -> bool:
 def channels_under_compute(programs: Sequence[Program]) -> int:
     """The channels, and so the multiprocessors of a GPU, that transfers of these programs hold while blocks are
     computed."""
-    return HIDDEN_CHANNELS * len(hidden_lanes(programs))
+    return sum(hidden_lanes(programs).values())
 
 
-def hidden_lanes(programs: Sequence[Program]) -> set[int]:
-    """The lanes that carry a message while a block is computed that does not need it."""
-    hidden: set[int] = set()
+def hidden_lanes(programs: Sequence[Program]) -> dict[int, int]:
+    """The lanes that carry a message while a block is computed that does not need it, and their channels."""
+    hidden: dict[int, int] = {}
     for program in programs:
         coming: dict[Piece, int] = {}  # pieces in flight, with their lanes
         for step in program.steps:
@@ -85,7 +85,7 @@ def hidden_lanes(programs: Sequence[Program]) -> set[int]:
             for block in step.blocks:
                 for piece in program.pass_.needs(block):
                     coming.pop(piece, None)
-                hidden.update(coming.values())
+                hidden |= {lane: program.plan.channels_at(lane) for lane in coming.values()}
             for merge in step.merges:
                 coming.pop(merge.piece, None)
     return hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from startrail.planner.candidates import RING
 from startrail.planner.rows import HEADS_OUTERMOST, Row, SearchResult
 from startrail.planner.sparse.advice import price_row
 from startrail.planner.step import Training
@@ -29,7 +30,11 @@ def parts_of(row: Row) -> dict[str, float]:
 
 def shown_rows(result: SearchResult) -> list[Row]:
     """The best plans, the ring and the paper's schedules, also those that do not fit."""
-    known = [row for row in result.rows[SHOWN:] if row.role.startswith(("ring", "star", HEADS_OUTERMOST))]
+    known = [
+        row
+        for row in result.rows[SHOWN:]
+        if row.role.startswith((RING, HEADS_OUTERMOST)) or (row.role and row.plan.family.is_papers)
+    ]
     return [*result.rows[:SHOWN], *known, *result.too_large]
 
 

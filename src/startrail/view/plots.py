@@ -83,9 +83,8 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, from_zero: 
         parts.append(f'<line class="axis" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" opacity=".5"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}</text>')
     for tick in x_ticks:
-        parts.append(
-            f'<text x="{x_at(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(tick)}</text>'
-        )
+        x, anchor = x_at(tick), "end" if tick == x_ticks[-1] else "middle"  # the last one would leave the picture
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{number_text(tick)}</text>')
     for at, each in enumerate(kept):
         (colour, dash), places = _look(at), [(x_at(x), y_at(y)) for x, y in thinned(each.points)]
         if not each.dots:

@@ -7,7 +7,10 @@ without asking first, a body in JSON. No file is read by a name that a client se
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +25,7 @@ HOST = "127.0.0.1"
 MOST_BYTES = 2**16  # of a question
 MOST_DOCUMENTS = 64
 SECONDS_PER_CLIENT = 30  # to send a question
+DRAINED_BYTES, DRAINED_SECONDS = 2**20, 10.0  # at most, of what a client still sends after we refused it
 
 
 class PageServer(ThreadingHTTPServer):
@@ -106,8 +110,18 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def refuse(self, status: HTTPStatus, text: str) -> None:
+        """Answer, and read on for a moment: closing with unread bytes resets the connection, and the client, which may
+        still be sending, would see that instead of the answer."""
         self.close_connection = True
         self.reply(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+        self.connection.shutdown(socket.SHUT_WR)
+        end, left = time.monotonic() + DRAINED_SECONDS, DRAINED_BYTES
+        with contextlib.suppress(OSError):  # too slow, or gone
+            while left > 0 and (seconds := end - time.monotonic()) > 0:
+                self.connection.settimeout(seconds)
+                if not (received := self.connection.recv(min(left, MOST_BYTES))):
+                    return
+                left -= len(received)
 
     def reply(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
         self.send_response(status)

@@ -35,9 +35,9 @@ from startrail.planner.live.placement import own_device
 from startrail.planner.live.summary import Measured, describe, find_outliers, shares_of
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
+from startrail.schedule.plan import CHANNELS
 from startrail.transport.process_groups import (
     EXPOSED_CHANNELS,
-    HIDDEN_CHANNELS,
     OpenGroups,
     backend_for,
     make_group,
@@ -67,7 +67,7 @@ class Probe(NamedTuple):
 
 
 CPU_PROBE = Probe((128, 512), 1, 4, 64, 512, 2**23, (2**18,))
-GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26), (EXPOSED_CHANNELS, HIDDEN_CHANNELS))
+GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26), (EXPOSED_CHANNELS, CHANNELS))
 
 
 def probe_for(device: torch.device) -> Probe:
@@ -115,7 +115,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
         if not list(find_outliers(everyone)):
             break
     progress("done", 1.0)
-    about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
+    about = device_name(device), memory_of(device, machine.ranks_per_node), device.type == "cuda"
     return describe(machine, everyone, *about)
 
 

@@ -24,9 +24,7 @@ class Measured:
     loaded: tuple[str, ...] = ()  # machines that other programs used meanwhile, in words
 
 
-def describe(
-    machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
-) -> Measured:
+def describe(machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, on_gpu: bool) -> Measured:
     """A cluster from every rank's measurements: the medians, and the outliers."""
 
     def typical(key: str) -> float:
@@ -57,7 +55,6 @@ def describe(
 
     matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
     rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
-    on_gpu = transport == "nccl"
     post = typical("post") if on_gpu and len(everyone) > 1 else 2 * call
     times = call, post, 0.0, (6 if on_gpu else 20) * call  # call, post, handle, start
     device = Device(name, memory, 0.0, typical("copy"), *times, {everyone[0]["dtype"]: rates})
@@ -70,7 +67,7 @@ def describe(
     )
     slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])
     loaded = tuple(f"{host}: other programs use {share:.0%} of the cores" for host, share in load.items())
-    cluster = ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow)
+    cluster = ClusterSpec("this cluster", tuple(levels), device, "nccl" if on_gpu else "gloo", slow=slow)
     return Measured(cluster, tuple(texts), shares_of(everyone), loaded)
 
 

@@ -121,8 +121,7 @@ class SparseCall:
         programs = [route.program(pass_) for route, _ in routes]
         pricings, walkers, walks = [], [], []
         for part, ((route, prices), program) in enumerate(zip(routes, programs, strict=True)):
-            # gloo's tags tell the parts apart; NCCL's lanes run one message after the other, whatever part it is of
-            lane = 0 if self.cluster.transport == "nccl" else 2 * len(self.plan.levels) * route.zone.level
+            lane = 0 if self.cluster.in_order else 2 * len(self.plan.levels) * route.zone.level
             pricings.append(ProgramPricing(program, prices, tasks, part * MESSAGES_PER_PART, lane))
             walkers.append(Walker(program))
             walks.append(walkers[-1].steps())
@@ -144,7 +143,7 @@ class SparseCall:
         """What runs, by the share of tokens: '12 % over 16 ranks by 1x2/u8, 80 % over 8 direct, 8 % alone'."""
         shares: Counter[tuple[int, str]] = Counter()
         for route, _ in self.zones:
-            how = "alone" if route.zone.size == 1 else "direct" if route.demand else f"by {route.chosen}"
+            how = "alone" if route.zone.size == 1 else f"{'' if route.demand else 'by '}{route.chosen}"
             shares[route.zone.size, how] += sum(route.zone.counts)
         total = sum(shares.values())
         return ", ".join(

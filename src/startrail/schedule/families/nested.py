@@ -204,7 +204,7 @@ NESTED = Nested()
 class _NestedBuilder:
     def __init__(self, plan: Plan, place: Place, flow: Flow, group: int) -> None:
         self.place, self.flow, self.group = place, flow, group
-        self.plain = is_plain_ring(plan)
+        self.plain, self.one_group = is_plain_ring(plan), plan.groups == 1
         rings = rings_of(plan)
         self.levels = range(len(rings))
         self.sizes = tuple(level.size for level in rings)
@@ -292,7 +292,7 @@ class _NestedBuilder:
     def steps(self) -> list[Step]:
         """Compute the own row first, while remote rows arrive. In the last column compute remote rows first, so that
         their results are sent during the own row's block. Take columns in order of arrival; if all are kept, take the
-        own column last, since its result stays here."""
+        own column last, since its result stays here: all of its blocks hide what is still on its way."""
         own = (0,) * len(self.levels)
         first, *middle = self.ring_offsets if self.flow.ring_in else [*self.ring_offsets[1:], own]
         self.first_column(own, first)
@@ -301,6 +301,8 @@ class _NestedBuilder:
             self.timeline.add(self.hop(s), [*remote, self.block(own, s)])
             self.return_columns(s)
         for s in middle[-1:]:
+            if s == own and self.one_group:  # several groups wait for their own results at the very end
+                self.timeline.postpone(self.place.shard)
             self.last_column(own, s)
             self.return_columns(s)
         return self.timeline.finish()
