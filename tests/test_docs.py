@@ -1,5 +1,6 @@
 """README and docs: code runs, commands exist, links lead somewhere, and figures are those of the recorded results."""
 
+import ast
 import re
 import runpy
 import shlex
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import startrail
+from docs.messages import messages, raises
 from results import figures
 from startrail import __version__
 from startrail.cli.app import build_parser, main
@@ -100,6 +102,18 @@ def test_links_between_pages_lead_somewhere():
             generated = re.search(r"drawings/|page\.html|reference/(commands|errors|models)\.md|hardware\.md", target)
             if not re.match(r"https?:|mailto:", target) and not generated:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_errors_has_texts_wherever_they_are_written():
+    found = {text for _, text in messages()}
+    for text in (
+        "blocks end at ..., but the sequence has ... tokens",  # raised as it is
+        "sequence(length) needs the number of tokens of the whole sequence",  # returned by a function
+    ):
+        assert text in found
+    silent = {(module, ast.unparse(node)) for module, node, texts in raises() if not texts}
+    passed_on = r"str\(error\)|\{error|in_short\(error\)|aborted|failure|refusal|problems?\b|verdict\.text"
+    assert {each for each in silent if not re.search(passed_on, each[1])} == set()  # others are listed where they begin
 
 
 def test_tests_that_pages_name_exist():
