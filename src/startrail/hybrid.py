@@ -41,9 +41,10 @@ from torch import Tensor
 from startrail._compat import not_compiled
 from startrail.compile.halo import HALO_FORWARD
 from startrail.compile.scan import SCAN_FORWARD
-from startrail.engine.arguments import check_tangents, is_int
+from startrail.engine.arguments import check_tangents, describe_tensor, is_int
 from startrail.engine.halo import HaloRequest
 from startrail.engine.scan import ScanRequest, StateType
+from startrail.engine.tensors import check_dense, read_dim
 from startrail.geometry.layout import Runs, cut_at_documents
 from startrail.kernels.convolution import causal_conv1d
 from startrail.kernels.runs import name_of, recurrence_of
@@ -86,13 +87,24 @@ def conv1d(
     """Runs lie one after the other, each with its halo before it, so that one convolution computes all of them."""
 
     def check() -> None:
-        if not isinstance(x, Tensor) or x.dim() != 3 or dim not in (1, 2, -1, -2):
-            raise ValueError(f"conv1d takes a tensor of three dimensions with its tokens in 1 or 2, got dim={dim}")
-        channels = x.shape[1 if dim in (2, -1) else 2]
+        tokens_in = read_dim(x, dim)
+        if x.dim() != 3 or tokens_in == 0 or not x.is_floating_point():
+            raise ValueError(
+                "conv1d takes floating-point numbers in three dimensions, with the tokens in 1 or 2, got "
+                f"{describe_tensor(x)}, dim={dim}"
+            )
+        channels = x.shape[3 - tokens_in]
         if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0] != channels:
             raise ValueError(f"weight {_shape(weight)} is not (channels, width) for {channels} channels")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias {tuple(bias.shape)} does not have one number for each of {channels} channels")
+        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
+            raise ValueError(f"bias {_shape(bias)} does not have one number for each of {channels} channels")
+        for name, given in (("weight", weight), ("bias", weight if bias is None else bias)):
+            check_dense(given, name)
+            if not given.is_floating_point() or given.dtype != weight.dtype or given.device != x.device:
+                raise ValueError(
+                    f"x, weight and bias must be floating-point numbers on one device, and bias of weight's dtype, got "
+                    f"{describe_tensor(x)} and {name} {describe_tensor(given)}"
+                )
         _checked_dim(sequence, x, weight.shape[1], dim)
         causal_conv1d(x.new_zeros(0, channels, 0), weight, bias, activation)
 
@@ -137,10 +149,16 @@ def _scan(
     def prepare() -> Recurrence:
         if not tensors or not all(isinstance(x, Tensor) for x in tensors):
             raise ValueError(f"{name} needs tensors, got {', '.join(type(x).__name__ for x in tensors) or 'none'}")
+        for x in tensors:
+            check_dense(x)
+        if len(devices := {str(x.device) for x in tensors}) > 1:
+            raise ValueError(f"{name} needs tensors on one device, got {', '.join(sorted(devices))}")
         _check_tokens(sequence, tensors[0], 1)
         recurrence = recurrence_of(kernel, tensors, lengths, options)
         batch, _, *shape = recurrence.shape
         expected = batch, documents, *shape
+        if 0 in (batch, *shape):
+            raise ValueError(f"{name} has states of shape {(batch, *shape)}: no dimension may be empty")
         if initial_state is not None and (not isinstance(initial_state, Tensor) or initial_state.shape != expected):
             given = f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents"
             raise ValueError(f"{given}, {expected}")
@@ -216,15 +234,12 @@ def _shape(x: object) -> str:
 
 
 def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"need a tensor, got {type(x).__name__}")
+    dim = read_dim(x, dim)
     if not is_int(before) or before < 1:
         raise ValueError(f"before={before!r} must be a whole number of tokens, at least 1")
-    if not is_int(dim) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     _check_tokens(sequence, x, dim)
     check_tangents("a halo", x)
-    return dim % x.dim()
+    return dim
 
 
 def _check_tokens(sequence: Sequence, x: Tensor, dim: int) -> None:
@@ -238,7 +253,7 @@ def _check_tokens(sequence: Sequence, x: Tensor, dim: int) -> None:
 def _halo_rows(sequence: Sequence, x: Tensor, before: int) -> Tensor:
     """The halos of all runs that this rank holds, (runs, before, ...), of x (tokens, ...)."""
     session, state, device = sequence.sp._session, sequence._state, x.device
-    as_bytes = not (x.is_floating_point() or x.is_complex())
+    as_bytes = x.itemsize == 1 or not (x.is_floating_point() or x.is_complex())
     gradients = torch.is_grad_enabled() and x.requires_grad
 
     features = prod(x.shape[1:])
@@ -252,4 +267,4 @@ def _halo_rows(sequence: Sequence, x: Tensor, before: int) -> Tensor:
     known = torch.cat((held.new_zeros(1, held.shape[1]), held, fetched))
     found = known.index_select(0, prepared.sources.to(device).flatten())
     found = found.view(x.dtype) if as_bytes else found
-    return found.view(-1, before, *x.shape[1:])
+    return found.view(len(prepared.sources), before, *x.shape[1:])

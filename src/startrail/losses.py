@@ -21,6 +21,7 @@ sharded separately.)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -244,10 +245,14 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     (4.0, 2.0)
     """
     single = not (dist.is_available() and dist.is_initialized())
+    wrong_count = [] if isinstance(count, Real) or _shape(count) == () else [f"a count {_shape(count)}"]
     if not single and not torch.compiler.is_compiling():
-        agree("global_mean", [f"a loss {tuple(loss_sum.shape)} {loss_sum.dtype}"], group, loss_sum.device)
-    if loss_sum.dim():
-        raise ValueError(f"loss_sum must be one number, the sum over this rank's tokens: got {tuple(loss_sum.shape)}")
+        dtype, device = (loss_sum.dtype, loss_sum.device) if isinstance(loss_sum, Tensor) else ("", torch.device("cpu"))
+        agree("global_mean", [f"a loss {_shape(loss_sum)} {dtype}", *wrong_count], group, device)
+    if _shape(loss_sum) != ():
+        raise ValueError(f"loss_sum must be one number, the sum over this rank's tokens: got {_shape(loss_sum)}")
+    if wrong_count:
+        raise ValueError(f"count must be one number, of this rank's tokens with a label: got {_shape(count)}")
     new = [] if single else unchecked_parameters(loss_sum)
     numbers = (loss_sum, count, bool(new), _is_mean(loss_sum))
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
@@ -255,7 +260,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
         with peer_errors("global_mean", group):
             dist.all_reduce(totals, group=group)
     everywhere, counted = totals[0], totals[1].clamp(min=1)
-    share = loss_sum / counted.to(loss_sum.dtype)
+    share = loss_sum / counted  # in float64: a count may be too large for float16
+    share = share.to(loss_sum.dtype) if loss_sum.is_floating_point() else share
     mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
     if new and totals[3] > 0 and totals[1] > dist.get_world_size(group):
         raise ValueError(
@@ -265,6 +271,10 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     if not single and mean.requires_grad:
         check_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group, group)
     return mean
+
+
+def _shape(number: object) -> tuple[int, ...] | str:
+    return tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
 
 
 def _is_mean(loss: Tensor) -> bool:
@@ -301,12 +311,17 @@ def sum_gradients(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    parameters = list(parameters)
-    described = [f"{tuple(x.shape)} {x.dtype}{'' if x.requires_grad else ' frozen'}" for x in parameters]
-    checks = check and bool(parameters) and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS
+    parameters = list({id(x): x for x in parameters}.values())  # a tied one may come twice
+    odd = [type(x).__name__ for x in parameters if not isinstance(x, Tensor)]
+    described = [f"a {name}, not a parameter" for name in odd[:1]]
+    described = described or [f"{tuple(x.shape)} {x.dtype}{'' if x.requires_grad else ' frozen'}" for x in parameters]
+    checks = check and bool(parameters) and not odd and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS
     if checks:
         described[0] += ", checked"  # by other collectives, which all ranks must run
-    agree("sum_gradients", described, group, parameters[0].device if parameters else torch.device("cpu"))
+    device = parameters[0].device if parameters and not odd else torch.device("cpu")
+    agree("sum_gradients", described, group, device)
+    if odd:
+        raise ValueError(f"sum_gradients takes parameters, such as model.parameters(), got a {odd[0]}")
     with peer_errors("sum_gradients", group):
         if checks:
             _num_checks[parameters[0]] += 1
@@ -321,6 +336,8 @@ def _sum_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGrou
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:  # of an embedding, with other rows on other ranks
+            parameter.grad = parameter.grad.to_dense()
         bucket = buckets.setdefault((parameter.dtype, parameter.device), [])
         bucket.append(_local(parameter.grad))
         if sum(grad.nbytes for grad in bucket) >= BUCKET_BYTES:

@@ -20,6 +20,7 @@ from startrail.engine.arguments import (
     AttentionCall,
     LatentShapes,
     check_tangents,
+    is_int,
     read_call,
     read_latent_call,
     read_mask,
@@ -28,6 +29,7 @@ from startrail.engine.arguments import (
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
 from startrail.engine.latents import expand
+from startrail.engine.tensors import check_value, read_dim
 from startrail.schedule.program import lane_names
 from startrail.step_checks import check_shifted
 
@@ -129,7 +131,7 @@ class Sequence:
 
         Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
-        dim = self._whole_dim("shard", x, dim)
+        dim = self._whole_dim("shard", x, dim, pad_value=pad_value)
         if not torch.compiler.is_compiling():
             self.sp._session.record_digest(self._state, x)
             check_shifted(self.sp, self._state, x, dim, pad_value)
@@ -137,11 +139,13 @@ class Sequence:
         own = x.index_select(dim, places.clamp(max=self.length - 1))
         return own.masked_fill(_along(dim, places >= self.length, own), pad_value)
 
-    def _whole_dim(self, operation: str, x: Tensor, dim: int, hint: str = "") -> int:
-        """``dim``, where ``x`` must have all tokens. Nothing is sent, so this raises on this rank alone, and leaves a
-        note for ranks whose next call waits for it."""
+    def _whole_dim(self, operation: str, x: Tensor, dim: int, hint: str = "", **values: float) -> int:
+        """``dim``, where ``x`` must have all tokens, and must be able to hold the ``values``. Nothing is sent, so this
+        raises on this rank alone, and leaves a note for ranks whose next call waits for it."""
         try:
-            dim = _dim(x, dim)
+            dim = read_dim(x, dim)
+            for name, value in values.items():
+                check_value(name, value, x.dtype)
             if x.shape[dim] != self.length:
                 raise ValueError(
                     f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the "
@@ -167,7 +171,7 @@ class Sequence:
         """
         arguments = f"dim={dim}"
         self._agree("unshard", self._alike(x, dim), arguments)
-        dim = _dim(x, dim)
+        dim = read_dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
@@ -199,8 +203,8 @@ class Sequence:
             return x
         if not torch.compiler.is_compiling():
             operation = ""  # ranks have agreed on it
-        # gloo has no int16
-        is_known = x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64)
+        # gloo has neither int16 nor float8
+        is_known = x.dtype in (torch.int32, torch.int64) or x.is_complex() or (x.is_floating_point() and x.itemsize > 1)
         part, given = x.contiguous() if is_known else x.contiguous().view(torch.uint8), x if given is None else given
         gathered = torch.ops.startrail.gather_tokens(
             part, dim, self.sp.group.group_name, given, self._state.op_key, self.sp._name, operation, arguments,
@@ -218,7 +222,7 @@ class Sequence:
         [[6, -100, 8, 9, -100]]
         """
         hint = ": pass the labels of all tokens, neither shifted nor split"
-        dim = self._whole_dim("shard_labels", labels, dim, hint)
+        dim = self._whole_dim("shard_labels", labels, dim, hint, ignore_index=ignore_index)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
         shifted = labels.roll(-1, dim).index_fill(dim, self.documents[1:].to(labels.device) - 1, ignore_index)
@@ -235,11 +239,12 @@ class Sequence:
         """
         arguments = f"shift={shift}, dim={dim}, fill_value={fill_value}"
         self._agree("roll", self._alike(x, dim), arguments)
-        dim = _dim(x, dim)
+        dim = read_dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
-        if not (x.is_floating_point() or x.is_complex()) and fill_value != int(fill_value):
-            raise ValueError(f"fill_value={fill_value} is not a value of {x.dtype}")
+        if not is_int(shift):
+            raise ValueError(f"shift={shift!r} must be a whole number of tokens")
+        check_value("fill_value", fill_value, x.dtype)
         moved = x
         if shift:
             offered, sources = self._state.batch.roll_sources(shift)
@@ -523,11 +528,3 @@ def _has_gradients(x: object) -> bool:
 def _along(dim: int, values: Tensor, like: Tensor) -> Tensor:
     """One value per token, for a tensor that has its tokens in ``dim``."""
     return values.view([-1 if index == dim else 1 for index in range(like.dim())])
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"need a tensor, got {type(x).__name__}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
-    return dim % x.dim()

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from startrail import losses
+from startrail.launch.local import run_local
 from startrail.losses import chunked_cross_entropy, global_mean, next_tokens, sum_gradients
 from tests.helpers import LiveBytes
 
@@ -132,3 +134,27 @@ def test_mistakes_say_what_was_given():
         chunked_cross_entropy(hidden, weight, labels, 0)
     with pytest.raises(ValueError, match=r"hidden \(2, 9, 5\), weight \(11, 5\) and labels \(2, 8\) do not fit"):
         chunked_cross_entropy(hidden, weight, labels[:, 1:], 4)
+
+
+def test_counts_beyond_the_range_of_the_losss_dtype():
+    """A float16 holds at most 65,504."""
+    loss_sum = torch.tensor(30_000.0, dtype=torch.float16, requires_grad=True)
+    loss = global_mean(loss_sum, 120_000)
+    loss.backward()
+    assert loss.dtype == torch.float16 and loss.item() == 0.25
+    assert loss_sum.grad.item() == pytest.approx(1 / 120_000, rel=2e-2), "where one step of float16 is 6e-8"
+
+
+def test_sum_gradients_of_tied_and_of_sparse_parameters(monkeypatch):
+    """One that comes twice is summed once, also in another bucket. An embedding's rows differ between ranks."""
+    monkeypatch.setattr(losses, "BUCKET_BYTES", 1)
+
+    def on_rank(rank):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([rank, 2])).sum().backward()
+        tied = torch.nn.Parameter(torch.ones(2))
+        tied.grad = torch.full((2,), rank + 1.0)
+        losses.sum_gradients([tied, table.weight, tied], check=False)
+        return tied.grad.tolist(), table.weight.grad[:, 0].tolist()
+
+    assert run_local(on_rank, 2) == [([3.0, 3.0], [1.0, 1.0, 2.0, 0.0])] * 2

@@ -193,6 +193,8 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
             lambda: sequence.conv1d(x, weight, weight, dim=1),
             lambda: sequence.conv1d(x, weight, activation="gelu", dim=1),
             lambda: sequence.conv1d(x, weight, dim=0),
+            lambda: sequence.conv1d(x.long(), weight, dim=1),
+            lambda: sequence.conv1d(x + 1j if rank else x, weight, dim=1),
             lambda: jvp(lambda x: sequence.conv1d(x, weight, dim=1), (x,), (x,)),
         ]
         texts = []
@@ -211,7 +213,9 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
         "rank 1: weight (1, 4) is not (channels, width) for 2 channels",
         "bias (2, 4) does not have one number for each of 2 channels",
         "activation 'gelu' is not None, silu or swish",
-        "conv1d takes a tensor of three dimensions",
+        "conv1d takes floating-point numbers in three dimensions, with the tokens in 1 or 2, got (1, 8, 2) float32",
+        "conv1d takes floating-point numbers in three dimensions, with the tokens in 1 or 2, got (1, 8, 2) int64",
+        "rank 1: conv1d takes floating-point numbers",
         "a halo has no forward-mode derivative, but an argument is a dual tensor",
     ]
     for texts in run_local(on_rank, 2):

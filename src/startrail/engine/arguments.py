@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
+from startrail.engine.tensors import check_dense
 from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import weights_of
 from startrail.geometry.mask import Mask, Segment
@@ -110,6 +111,7 @@ def _read_call(
         if not isinstance(x, Tensor):
             hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
+        check_dense(x, name)
         tensors.append(x)
     if len({x.device for x in tensors}) > 1:
         places = ", ".join(f"{name} on {x.device}" for name, x in zip(named, tensors, strict=True))
@@ -217,7 +219,8 @@ def describe_tensor(x: Tensor) -> str:
     >>> describe_tensor(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    return describe_shape(x.shape, x.dtype, x.device)
+    layout = "" if x.layout is torch.strided else f" {str(x.layout).removeprefix('torch.')}"
+    return describe_shape(x.shape, x.dtype, x.device) + layout
 
 
 def describe_shape(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:

@@ -30,6 +30,8 @@ def agree(operation: str, details: list[str], group: dist.ProcessGroup | None, d
 
     On CPUs every call is compared. Elsewhere only the first such call is: a host that waits would be late to launch.
     """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, got {type(group).__name__}")
     if dist.get_world_size(group) == 1 or sends_nothing():
         return
     collectives = _collectives_of(group)
