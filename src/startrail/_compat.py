@@ -54,6 +54,12 @@ def default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     return c10d.default_pg_timeout if options is None else options._timeout
 
 
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors the group can move: the CPU if it can move those."""
+    devices = {device.type: device for device in group._device_types}
+    return devices.get("cpu") or next(iter(devices.values()))
+
+
 def nccl_options(timeout: timedelta, max_channels: int, clusters: bool) -> Any:
     """Options for NCCL: streams of high priority, and at most ``max_channels`` channels. ``clusters``: channels may
     start in clusters of four, NCCL's default from Hopper on."""

@@ -2,6 +2,7 @@
 
 import runpy
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import startrail
+from startrail import _compat
 from startrail.integrations.pipeline import Microbatches
 from startrail.launch.local import run_local
 from tests.helpers import ROOT, error_of
@@ -69,10 +71,14 @@ def test_mistakes():
         documents = error_of(lambda: microbatches.start([sp.sequence(40, cuts)]))
         counts = error_of(lambda: microbatches.start([sp.sequence(40), sp.sequence(48)]))
         none = error_of(lambda: microbatches.start([]))
-        fine = microbatches.start([sp.sequence(40), sp.sequence(40, [0, 10, 40])]).tolist()
-        return plans, documents, counts, none, fine
+        early = error_of(lambda: microbatches[torch.tensor([0])])
+        numbers = microbatches.start([sp.sequence(40), sp.sequence(40, [0, 10, 40])])
+        few = error_of(lambda: microbatches[numbers])
+        return plans, documents, counts, none, early, few, numbers.tolist()
 
-    for plans, documents, counts, none, fine in run_local(on_rank, 4):
+    for plans, documents, counts, none, early, few, fine in run_local(on_rank, 4):
+        assert early.startswith("ValueError: a stage runs microbatches [0] at once, but 0 were started: call start()")
+        assert few.startswith("ValueError: a stage runs microbatches [0, 1] at once, but 2 were started")
         assert plans.startswith(
             "ValueError: the stages of a pipeline must have the same plan: stage rank 0: 1x2 on rank"
         )
@@ -80,7 +86,31 @@ def test_mistakes():
         assert documents.startswith("ValueError: the stages of a pipeline must have the same documents: stage rank 0: ")
         assert "[0, 10, 40]; stage rank 1: 1 microbatches with documents [0, 20, 40]" in documents
         assert counts == (
-            "ValueError: microbatches must have equally many tokens on a rank, got 20 or 24: pad the sequences"
+            "ValueError: microbatches must have equally many tokens on a rank, got 20 or 24 on rank 0: "
+            "pad the sequences"
         )
-        assert none.endswith("got nothing: pad the sequences")
+        assert none == "ValueError: a step needs at least one microbatch, got none"
         assert fine == [0, 1]
+
+
+def test_ranks_of_different_speed_all_raise():
+    """With unequal shares, documents can change the tokens of some ranks only."""
+
+    def on_rank(rank):
+        groups = [dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (0,), (1,), (2,))]
+        sp = startrail.SequenceParallel("1x3", group=groups[0])
+        microbatches = Microbatches(sp, groups[1 + rank])
+        sequences = [sp.sequence(48, shares=shares) for shares in ([2, 1, 1], [2, 2, 4])]
+        local = [sequence.local for sequence in sequences]
+        return len(set(local)), error_of(lambda: microbatches.start(sequences))
+
+    alike, texts = zip(*run_local(on_rank, 3), strict=True)
+    assert set(alike) == {1, 2}, "some ranks have equally many"
+    assert len(set(texts)) == 1 and "microbatches must have equally many tokens on a rank" in texts[0]
+
+
+def test_groups_that_move_no_tensors_of_the_cpu():
+    """NCCL's: plans and documents are then compared in a GPU's tensors."""
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    for devices, chosen in (([gpu], gpu), ([cpu], cpu), ([gpu, cpu], cpu)):
+        assert _compat.device_of_group(SimpleNamespace(_device_types=devices)) == chosen
