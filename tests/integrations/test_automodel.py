@@ -40,6 +40,18 @@ def packed():
     )
 
 
+def long():
+    """Documents of many lengths, for which ranks are padded, and padding whose positions do not count."""
+    lengths = [311, 7, 130, 64, 1, 205, 90, 33, 158, 25]
+    numbers = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths, 1)])
+    numbers = F.pad(numbers, (0, 40))
+    places = torch.cat([torch.arange(length) for length in lengths] + [torch.zeros(40, dtype=torch.long)])
+    ids = tokens(1, len(numbers))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    labels[:, (F.pad(numbers[1:], (0, 1)) != numbers) | (numbers == 0)] = -100
+    return dict(input_ids=ids, labels=labels, position_ids=places[None], _packed_seq_ids=numbers[None])
+
+
 def by_position():
     """Documents that only positions tell apart."""
     return {name: x for name, x in packed().items() if name != "_packed_seq_ids"}
@@ -50,10 +62,13 @@ def loss_of(model, batch, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
+CASES = {"rows": rows, "packed": packed, "positions": by_position, "long": long}
+
+
 def alone(batch):
     """Document by document."""
     model, loss = tiny("llama"), 0.0
-    numbers = batch.get("attention_mask", NUMBERS)
+    numbers = batch.get("_packed_seq_ids", batch.get("attention_mask", NUMBERS))
     for row in range(len(numbers)):
         for number in set(numbers[row].tolist()) - {0}:
             inside = numbers[row] == number
@@ -67,18 +82,20 @@ def alone(batch):
 @pytest.mark.parametrize("plan", ["1x3", "u2/1x2"])
 def test_a_recipe_trains_as_one_process_does(plan):
     torch.set_num_threads(1)
-    truths = {name: alone(make()) for name, make in (("rows", rows), ("packed", packed), ("positions", by_position))}
+    truths = {name: alone(make()) for name, make in CASES.items()}
     world = startrail.Plan.parse(plan).size
 
     def on_rank(rank):
         mesh, wrong = init_device_mesh("cpu", (world, 1), mesh_dim_names=("cp", "tp")), []
-        for name, make in (("rows", rows), ("packed", packed), ("positions", by_position)):
+        for name, make in CASES.items():
             sp = startrail.SequenceParallel(plan, mesh=mesh["cp"])
             model, given = attach(tiny("llama"), sp, check=False), make()
             use_sharder(model, sp)
             found = ContextParallelSharder(model, mesh, dict(given))  # as recipes do
             context, batch = found.shard(dict(given))
-            labels = batch.pop("labels")
+            labels, layout = batch.pop("labels"), found.shard_layout
+            if name == "long":
+                assert layout.padded_seq_len > layout.original_seq_len, "some ranks are padded"
             with context():
                 loss = loss_of(model, filter_forward_kwargs(model, batch), labels)
             loss.backward()
@@ -108,6 +125,10 @@ def test_mistakes():
         attach(model, sp)
         found.append(error_of(lambda: use_sharder(model, startrail.SequenceParallel("u2", mesh=mesh["cp"]))))
         use_sharder(model, sp)
+        shares = startrail.SequenceParallel("1x2", mesh=mesh["cp"], shares=[2, 1])
+        uneven = attach(tiny("llama"), shares)
+        use_sharder(uneven, shares)
+        found.append(error_of(lambda: ContextParallelSharder(uneven, mesh, rows()).shard(rows())))
 
         def shard(mesh, batch, **options):
             return ContextParallelSharder(model, mesh, batch, **options).shard(batch)
@@ -117,7 +138,8 @@ def test_mistakes():
         found.append(error_of(lambda: shard(mesh, dict(rows(), attention_mask=torch.ones(2, 1, 33, 33)))))
         return found
 
-    for late, other, images, chunks, mask in run_local(on_rank, 2):
+    for late, other, shares, images, chunks, mask in run_local(on_rank, 2):
+        assert shares.startswith("ValueError: ranks hold (44, 22) tokens of ")
         assert mask.startswith("ValueError: an attention_mask of 4 dimensions needs _packed_seq_ids")
         assert late == "ValueError: the model is not attached to startrail: attach(model, sp) first"
         assert other.startswith("ValueError: the model is attached to SequenceParallel(1x2, ")

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from startrail.integrations.batch import IGNORE
@@ -60,43 +59,43 @@ def split(
     sp: SequenceParallel, batch: dict[str, Any], loss_mask: Tensor | None, padding: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's part of a batch, and where its tokens stand in the stream of all rows. Each row, each of its
-    documents and its padding is a document of the stream, which is padded until all ranks hold equally many tokens."""
+    documents and its padding is a document of the stream. A rank's padding follows the stream, after that of ranks
+    before it."""
     for name in UNSUPPORTED:
         if batch.get(name) is not None:
             raise ValueError(f"the batch has {name}, which startrail cannot split for Automodel: use rows of input_ids")
     ids, labels = batch["input_ids"], batch["labels"]
     rows, tokens = ids.shape
-    missing = -(rows * tokens) % (2 * sp.world)
     labels = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, IGNORE)
     positions = batch.get("position_ids")
     positions = (torch.arange(tokens, device=ids.device) if positions is None else positions).expand(rows, tokens)
-    parts = {
-        "input_ids": (ids, padding),
-        "shift_labels": (labels, IGNORE),
-        "position_ids": (positions, 0),
-    }
-    stream = {name: F.pad(x.reshape(1, -1), (0, missing), value=fill) for name, (x, fill) in parts.items()}
-    local = shard_for_model(sp, **stream, documents=_documents(batch, positions, missing))
+    stream = {"input_ids": ids, "shift_labels": labels, "position_ids": positions}
+    stream = {name: x.reshape(1, -1) for name, x in stream.items()}
+    local = shard_for_model(sp, **stream, documents=_documents(batch, positions))
     sequence = local["startrail"].sequence
-    places = sequence.shard(torch.arange(sequence.length, device=ids.device), 0, -1)
-    if int(places.min()) < 0:
-        raise ValueError(f"{sequence} is padded on this rank: Automodel needs equally many tokens on all ranks")
+    places, counts = sequence.shard(torch.arange(sequence.length, device=ids.device), 0, -1), sequence._layout.counts
+    if len(set(counts)) > 1:  # on all ranks
+        raise ValueError(f"ranks hold {counts} tokens of {sequence}: Automodel needs equally many, leave out shares")
+    real = [sum(n for _, n in sequence._layout.runs(rank)) for rank in range(sp.rank + 1)]
+    added, own = places < 0, len(places) - real[-1]
+    places[added] = sequence.length + sp.rank * len(places) - sum(real[:-1]) + torch.arange(own, device=ids.device)
+    local["input_ids"] = local["input_ids"].masked_fill(added, padding)
     layout = dict(
-        local_token_global_indices=places, original_seq_len=rows * tokens, padded_seq_len=sequence.length,
+        local_token_global_indices=places, original_seq_len=rows * tokens, padded_seq_len=sp.world * len(places),
         input_row_shape=(rows, tokens) if rows > 1 else None,
     )  # fmt: skip
     kept = {name: local[name] for name in ("input_ids", "position_ids", "attention_mask", "labels", "startrail")}
     return kept, layout
 
 
-def _documents(batch: dict[str, Any], positions: Tensor, missing: int) -> list[int]:
+def _documents(batch: dict[str, Any], positions: Tensor) -> list[int]:
     """cu_seqlens of the stream: a cut at each row, and where a row's documents or its padding begin."""
     rows, tokens = positions.shape
     numbers, mask = batch.get(DOCUMENTS), batch.get("attention_mask")
     if numbers is None and mask is not None and mask.dim() != 2:
         raise ValueError(f"an attention_mask of {mask.dim()} dimensions needs {DOCUMENTS}, the numbers of documents")
     begins = positions.diff(dim=1) != 1
-    for each in (mask if numbers is None else None, numbers):
-        begins = begins if each is None else begins | (each.diff(dim=1) != 0)
-    cuts = {row * tokens for row in range(rows + 1)} | {rows * tokens + missing}
+    if (each := mask if numbers is None else numbers) is not None:
+        begins = begins & (each[:, 1:] != 0) | (each.diff(dim=1) != 0)  # padding is one document, wherever it counts
+    cuts = {row * tokens for row in range(rows + 1)}
     return sorted(cuts | {row * tokens + place + 1 for row, place in begins.nonzero().tolist()})
