@@ -58,11 +58,12 @@ def in_chunks(
 
 
 def _must_be_called_as_it_is(module: nn.Module) -> bool:
-    """True if FSDP gathers the parameters of a part of ``module`` whenever that is called, or if a part draws random
-    numbers, which ``checkpoint`` repeats."""
+    """True if FSDP gathers the parameters of a part of ``module`` whenever that is called, if a part draws random
+    numbers, which ``checkpoint`` repeats, or if an adapter of peft replaces a parameter while its layer runs."""
     return any(
         (isinstance(part, FSDPModule | FullyShardedDataParallel) and part is not module)
         or (isinstance(part, nn.Dropout) and part.p > 0 and part.training)
+        or hasattr(part, "parameter_name")
         for part in module.modules()
     )
 
