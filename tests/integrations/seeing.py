@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from tests.integrations.tiny import SMALL, TEXT_OF_THREE, tokens
+from tests.integrations.tiny import EXPERTS, SMALL, TEXT_OF_THREE, tokens
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # ids
 GRID = (1, 4, 8)  # time, height and width in patches; 2 x 2 of them become one token
@@ -17,14 +17,15 @@ QWEN_TOKENS, GEMMA_TOKENS = 8, 4
 
 @cache
 def models() -> dict[str, tuple[type, Any]]:
-    """Positions of three axes; the same and features of images in several layers; images as bidirectional blocks, next
-    to windows."""
+    """Positions of three axes; the same and features of images in several layers; the same and experts with their
+    auxiliary loss; images as bidirectional blocks, next to windows."""
     ids = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
     seeing = dict(depth=2, hidden_size=16, num_heads=2, intermediate_size=24, patch_size=2, spatial_merge_size=2)
     seeing |= dict(temporal_patch_size=2, in_channels=3, out_hidden_size=32)
     windows = dict(window_size=8, fullatt_block_indexes=[1])
     deep = dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=64)
     three = dict(TEXT_OF_THREE, head_dim=8)
+    mixture = dict(EXPERTS, num_experts=4, output_router_logits=True, router_aux_loss_coef=2.5)
     kinds = dict(head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     siglip = dict(
         vision_use_head=False,
@@ -42,6 +43,10 @@ def models() -> dict[str, tuple[type, Any]]:
         "qwen3-vl": (
             hf.Qwen3VLForConditionalGeneration,
             hf.Qwen3VLConfig(text_config=three, vision_config=seeing | deep, **ids),
+        ),
+        "qwen3-vl-moe": (
+            hf.Qwen3VLMoeForConditionalGeneration,
+            hf.Qwen3VLMoeConfig(text_config=three | mixture, vision_config=seeing | deep, **ids),
         ),
         "gemma3": (
             hf.Gemma3ForConditionalGeneration,

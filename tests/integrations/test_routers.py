@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import startrail
-from startrail.integrations import routers
+from startrail.integrations import experts, routers
 from startrail.integrations.transformers import attach, shard_batch
 from startrail.launch.local import run_local
 from tests.helpers import FULL, error_of
@@ -30,9 +31,10 @@ FAMILIES = (
 )  # fmt: skip
 ONCE = ("jetmoe",)  # transformers does not recompute its layers
 FEW = ("gpt_oss", "granitemoe", "minimax_m2", "qwen3_moe", "qwen3-next")
-# Families with the loss that cannot be attached: for their attention, for their images, or for an encoder.
+# Other families with the loss: the first is in test_vision.py, the rest cannot be attached, for their attention, their
+# images, or an encoder.
 OTHERS = {
-    "deepseek_v4", "doge", "glm5_next", "qwen4_exp", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe",
+    "qwen3_vl_moe", "deepseek_v4", "doge", "glm5_next", "qwen4_exp", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe",
     "nllb_moe", "switch_transformers",
 }  # fmt: skip
 SIZES = dict(
@@ -150,19 +152,70 @@ def test_every_family_has_the_loss_that_ranks_compute():
         assert getattr(module, routers.NAME) is function, name
 
 
+def with_biases(name):
+    """Whose routers choose by more than their logits, if they have a bias for it."""
+    model = tiny(name) if name == "deepseek-v3" else model_of(name)
+    torch.manual_seed(5)
+    for key, x in (*model.named_parameters(), *model.named_buffers()):
+        if "correction_bias" in key:
+            x.data = torch.randn_like(x)
+    return model
+
+
+def choices(model, batch):
+    """How often each expert is chosen in one process, by layer."""
+    found, real = {}, batch["attention_mask"].flatten().bool()
+
+    def count(name, module, arguments):
+        chosen = torch.nn.functional.one_hot(arguments[1], module.num_experts).sum(1)
+        found[name] = chosen[real].sum(0).tolist()
+
+    for name, module in model.named_modules():
+        if name.endswith("experts") and not name.endswith("shared_experts"):
+            module.register_forward_pre_hook(partial(count, name))
+    model(**batch, use_cache=False)
+    return found
+
+
+COUNTED = ("dbrx", "deepseek-v3", "ernie4_5_moe", "gpt_oss", "granitemoe", "laguna", "minimax_m2", "qwen3_moe")
+
+
 def test_experts_get_as_many_tokens_as_in_one_process():
-    model = model_of("qwen3_moe")
-    whole, (row, rows) = startrail.SequenceParallel("1x1"), (PACKED, UNPACKED)
-    logits = model(**rows).router_logits
-    expected = routers.expert_counts(whole, logits, 2, rows["attention_mask"]).tolist()
-    assert [sum(layer) for layer in expected] == [2 * row["input_ids"].numel()] * 2
+    """Also by routers with a bias, with layers that are recomputed, and MLPs in tiles."""
+    torch.set_num_threads(1)
+    truths = {
+        (name, kind): choices(with_biases(name), whole) for name in COUNTED for kind, (_, whole) in BATCHES.items()
+    }
+    biased = truths["minimax_m2", "packed"]["model.layers.0.mlp.experts"]
+    logits = with_biases("minimax_m2")(**UNPACKED).router_logits[0][UNPACKED["attention_mask"].flatten().bool()]
+    assert biased != logits.topk(2).indices.flatten().bincount(minlength=4).tolist(), "the bias matters"
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x3")
-        batch, model = shard_batch(sp, **row), attach(model_of("qwen3_moe"), sp)
-        return routers.expert_counts(sp, model(**batch).router_logits, 2, batch["attention_mask"]).tolist()
+        sp, wrong = startrail.SequenceParallel("1x3"), []
+        for number, ((name, kind), truth) in enumerate(truths.items()):
+            model = with_biases(name)
+            model.config.output_router_logits = False  # which tiles hide
+            options = [{}, dict(offload=True), {} if name == "dbrx" else dict(tile_mlp=5)]  # whose MLPs are elsewhere
+            attach(model, sp, **options[(number + number // 3) % 3])
+            counts = experts.ExpertCounts(model)
+            many_ranks(model, sp, BATCHES[kind][0])
+            model(**shard_batch(sp, **BATCHES[kind][0]))
+            found = {layer: x.tolist() for layer, x in counts.total().items()}
+            expected = {layer: [2 * x for x in row] for layer, row in truth.items()}
+            wrong += [] if found == expected else [f"{name} {kind}: {found}, one process {expected}"]
+        counts.remove()
+        model(**shard_batch(sp, **BATCHES[kind][0]))
+        assert not any(x.any() for x in counts.total().values())
+        return wrong
 
-    assert run_local(on_rank, 3) == [expected] * 3
+    assert run_local(on_rank, 3) == [[]] * 3
+
+
+def test_models_whose_experts_cannot_be_counted():
+    sp = startrail.SequenceParallel("1x1")
+    for model in (attach(tiny("llama"), sp), attach(model_of("jetmoe"), sp)):
+        assert "calls no experts with their choices" in error_of(lambda model=model: experts.ExpertCounts(model))
+    assert "attach(model, sp) first" in error_of(lambda: experts.ExpertCounts(model_of("qwen3_moe")))
 
 
 def test_what_cannot_be_computed_is_refused():

@@ -1,10 +1,13 @@
 """Bamba's z loss: the loss and gradients of one process, row by row, or document by document."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 import torch
+import transformers
 from torch.distributed.fsdp import fully_shard
 
 import startrail
@@ -86,6 +89,13 @@ def test_loss_and_gradients_are_those_of_one_process(plan, monkeypatch):
 
     world = startrail.Plan.parse(plan).size
     assert run_local(on_rank, world) == [[]] * world
+
+
+def test_every_z_loss_of_transformers_is_known():
+    """The others are of routers, in models with an encoder."""
+    models = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if "z_loss" in path.read_text()}
+    assert "bamba" in found and found <= {"bamba", "nllb_moe", "switch_transformers"}
 
 
 def test_another_z_loss_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -52,27 +52,6 @@ def balancing_loss(
     add_up(counts)
     slope = factor * num_experts * counts[:-1] / counts[-1].clamp(min=1).square()
     return (slope.to(dtype) * probabilities).sum()
-
-
-def expert_counts(
-    sp: SequenceParallel, gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None = None
-) -> Tensor:
-    """How many tokens of the whole sequence each expert gets, (layers, experts), for metrics. ``gate_logits`` are the
-    ``router_logits`` of this rank's result, and ``mask`` the ``attention_mask`` of its part of the batch.
-
-    >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])          # two tokens, three experts
-    >>> expert_counts(SequenceParallel("1x1"), [logits], top_k=1).tolist()
-    [[1, 0, 1]]
-    """
-    rows = []
-    for logits in gate_logits:
-        counted = torch.ones_like(logits[:, 0]) if mask is None else mask.reshape(-1).to(logits)
-        chosen = logits.topk(top_k, dim=-1).indices.flatten()
-        counts = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
-        rows.append(counts.scatter_add_(0, chosen, counted.repeat_interleave(top_k).double()))
-    whole = torch.stack(rows)
-    sum_over(sp, whole.view(-1), "counting the tokens of experts")
-    return whole.long()
 
 
 def sum_over(sp: SequenceParallel, counts: Tensor, operation: str = "the routers' auxiliary loss") -> None:

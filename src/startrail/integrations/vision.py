@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from startrail.integrations.batch import BatchContext
     from startrail.integrations.transformers import Attached
 
-TESTED = ("gemma3", "qwen2_5_vl", "qwen3_vl")  # values of config.model_type
+TESTED = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # values of config.model_type
 LANGUAGE_MODEL = "language_model"
 # What language models take: per token, for the tokens of images only, and for the whole batch.
 SPLIT = ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks")
