@@ -43,9 +43,14 @@ def test_what_ranks_do_differently():
         found = {}
 
         def step(model, batch):
-            optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.1)
-            model(**batch).loss.backward()
-            optimizer.step()
+            trained = [x for x in model.parameters() if x.requires_grad]
+            before = [x.detach().clone() for x in trained]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
+            try:
+                model(**batch).loss.backward()
+                optimizer.step()
+            finally:
+                assert all(map(torch.equal, before, trained)), "the error comes before weights change"
 
         # weights that were not the same to begin with: another seed of the adapter on each rank
         model = adapted()
@@ -70,7 +75,9 @@ def test_what_ranks_do_differently():
             "ValueError: parameter model.layers.0.self_attn.q_proj.lora_A.default.weight is not "
         )
         assert "set the same seed on every rank before the model is built" in found["seed"]
-        assert found["average"].startswith("ValueError: "), found["average"]
+        assert found["average"].startswith(
+            "ValueError: gradients are averaged over 2 ranks, but must be summed (DDP divides by its number of ranks): "
+        )
         assert found["batch"].startswith(
             "ValueError: ranks disagree about one attention call: rank 0: forward: q (1, 4, 20"
         )

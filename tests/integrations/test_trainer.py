@@ -167,6 +167,21 @@ def test_evaluation_is_that_of_one_process(world, ranks, tmp_path):
         assert losses[:-1] == pytest.approx(expected[:-1], rel=1e-5, nan_ok=True)
 
 
+def test_a_loss_function_of_the_program_is_refused(tmp_path):
+    """It would shift labels that are shifted already."""
+
+    def on_rank(rank):
+        as_torchrun(0, 1)
+        given = dict(train_dataset=DATA, sp=startrail.SequenceParallel("1x1"))
+        function = lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()  # noqa: E731
+        return error_of(
+            lambda: StarTrailTrainer(tiny("llama"), arguments(tmp_path), compute_loss_func=function, **given)
+        )
+
+    (text,) = run_local(on_rank, 1)
+    assert text.startswith("ValueError: compute_loss_func would get the logits of this rank's tokens, with labels that")
+
+
 def test_a_lost_peer_raises_before_the_weights_change(tmp_path, monkeypatch):
     def lost(sp):
         raise startrail.PeerError("rank 3 is gone")

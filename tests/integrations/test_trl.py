@@ -94,7 +94,10 @@ def trained(folder, name, adapter, recompute, accumulation, wrapper=None, sp=Non
     if wrapper == "fsdp":
         options |= dict(fsdp="full_shard auto_wrap", fsdp_config=SHARDED)
     if adapter:
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights="gaussian")
+        task = "SEQ_CLS" if name == "reward" else "CAUSAL_LM"  # the former also trains the score head
+        given["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "up_proj"], init_lora_weights="gaussian", task_type=task
+        )
     arguments = config(
         output_dir=str(folder / "out"), per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
         gradient_accumulation_steps=accumulation, gradient_checkpointing=recompute, max_steps=3, learning_rate=0.05,
@@ -216,6 +219,8 @@ def test_mistakes(tmp_path):
         data = Dataset.from_list([dict(prompt=prompt) for prompt in PROMPTS])
         given = dict(args=arguments, train_dataset=data, processing_class=tokenizer(), reward_funcs=rewards)
         texts.append(error_of(lambda: kind(model, **given, sp=sp)))
+        arguments.deepspeed_plugin = "of accelerate"
+        texts.append(error_of(lambda: kind(tiny("llama"), **given, sp=sp)))
         texts.append(error_of(lambda: type("Split", (StarTrailPolicyMixin, KTOTrainer), {})(model, sp=sp)))
         return texts
 
@@ -227,6 +232,7 @@ def test_mistakes(tmp_path):
             "use_adaptive_entropy=True would adapt once for each rank's rows",
             "top_entropy_quantile=0.5 would take the quantile of each rank's rows by itself",
             "the model is attached already: pass it as it was",
+            "DeepSpeed changes the weights after each rank's turn, not after all: use DDP or FSDP2",
             "StarTrailPolicyMixin is for DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, not for KTOTrainer",
         ),
         strict=True,

@@ -52,6 +52,11 @@ class StarTrailMixin:
             raise ValueError(
                 "compute_metrics and label smoothing need all logits, but a rank has only those of its tokens"
             )
+        if trainer.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func would get the logits of this rank's tokens, with labels that are shifted already: "
+                "leave it out"
+            )
         trainer.args.prediction_loss_only = True
         trainer.add_callback(CheckBeforeStep(sp))
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)

@@ -194,6 +194,8 @@ class _WholeCalls:
 
 def _check_arguments(arguments: TrainingArguments) -> None:
     check_other_parallelism(arguments)
+    if arguments.deepspeed_plugin is not None:
+        raise ValueError("DeepSpeed changes the weights after each rank's turn, not after all: use DDP or FSDP2")
     for name, (fine, problem) in REFUSED.items():
         if (value := getattr(arguments, name, fine)) != fine:
             raise ValueError(f"{name}={value} {problem}: leave it at {fine} with a split sequence")
