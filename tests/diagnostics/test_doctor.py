@@ -1,6 +1,7 @@
 """What doctor makes of numbers that ranks measured: the description, and who is odd. No rank runs here."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 
 from startrail.cli import main
 from startrail.diagnostics import doctor
+from startrail.kernels import cuda
 from startrail.planner.cluster import SlowMember, cluster_text, read_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.live.summary import Measured, describe
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
+from tests.kernels.stand_ins import PACKAGE
+from tests.kernels.test_cuda_choice import hub_kernel, kernels_package
 
 
 def ranks(machine: Machine, load: dict[str, float] | None = None, **changes: dict[int, float]) -> list[dict]:
@@ -146,11 +150,32 @@ def test_a_group_without_a_named_backend_computes_where_nccl_is(backends, where,
     assert live.own_device().type == where
 
 
-def test_the_facts_name_the_versions_of_nccl_and_cudnn(monkeypatch):
+def on_a_gpu(monkeypatch):
     found = {"is_available": True, "device_count": 1, "get_device_name": "H100", "get_device_capability": (8, 0)}
     for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+
+
+def test_the_facts_name_the_versions_of_nccl_and_cudnn(monkeypatch):
+    on_a_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
     versions = f"CUDA {torch.version.cuda}, NCCL 2.30.3, cuDNN 91400, compute capability 8.0"
     assert versions in doctor.facts().splitlines()
+
+
+def test_the_facts_say_whether_flash_attn_from_the_kernels_hub_runs(monkeypatch):
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
+    ours = hub_kernel("flash_attn2_3c", flash_attn_interface=PACKAGE)
+    cuda._installed_flash_attn.cache_clear()
+    for loaded, version, runs, hint in (
+        ([], "not installed", "cuda-flash (torch's FlashAttention 2", False),
+        ([], "0.12", "cuda-flash (torch's FlashAttention 2", True),
+        ([ours], "0.12", "cuda-flash-attn (flash-attn is loaded from the kernels hub: kernels-community/flash-", False),
+    ):
+        monkeypatch.setitem(sys.modules, "kernels", kernels_package(*loaded))
+        monkeypatch.setattr(doctor, "_version", lambda name, version=version: version)
+        lines = doctor.facts().splitlines()
+        assert any(line.startswith(f"kernels: bfloat16 on cuda: {runs}") for line in lines), lines
+        assert hint == any("kernels: a program that calls kernels.get_kernel(" in line for line in lines)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from startrail import __version__
 from startrail.kernels import kernel_for
+from startrail.kernels.cuda import LOAD_FROM_HUB, flash_attn_from_hub
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.local import RankError, check_ranks, run_local
 from startrail.launch.torchrun import JoinError, device_of_rank, join
@@ -125,6 +126,8 @@ def _kernels() -> list[str]:
             lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.reason})")
         except ValueError as error:
             lines.append(f"{name} on {device.type}: none ({error})")
+    if device.type == "cuda" and _version("kernels") != "not installed" and not flash_attn_from_hub():
+        lines.append(f"a program that calls {LOAD_FROM_HUB} first runs that flash-attn: call facts() in it to see")
     return lines
 
 

@@ -147,7 +147,7 @@ def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability:
         problem = f"but only from compute capability (8, 0), not {capability}"
     found = _flash_attn()
     if found is None:
-        problem = f"and it is not installed (pip install flash-attn, or load it first: {_LOAD_FROM_HUB})"
+        problem = f"and it is not installed (pip install flash-attn, or load it first: {LOAD_FROM_HUB})"
     if found is None or problem is not None:
         raise ValueError(f"softcap={softcap}: of all GPU kernels only flash-attn >= 2.7 supports it, {problem}")
     kernel = FlashKernel(dtype, flash_attn_ops(found[0], softcap), "attn", softcap)
@@ -186,7 +186,7 @@ def _newer_flash(name: str, path: str) -> FlashOps | None:
 
 def _flash_attn() -> tuple[Any, str] | None:
     """flash-attn's low-level interface, if it has the signatures of 2.7 and 2.8, and where it is from."""
-    return _installed_flash_attn() or _flash_attn_from_hub()
+    return _installed_flash_attn() or flash_attn_from_hub()
 
 
 @cache
@@ -200,11 +200,11 @@ def _installed_flash_attn() -> tuple[Any, str] | None:
     return (interface, f"flash-attn {version} is installed") if major == 2 and minor >= 7 else None
 
 
-_LOAD_FROM_HUB = 'kernels.get_kernel("kernels-community/flash-attn2", version=4)'
+LOAD_FROM_HUB = 'kernels.get_kernel("kernels-community/flash-attn2", version=4)'
 _FLASH_ATTN_OPS = [f"_flash_attn_{kind}{pass_}" for kind in ("", "varlen_") for pass_ in ("forward", "backward")]
 
 
-def _flash_attn_from_hub() -> tuple[Any, str] | None:
+def flash_attn_from_hub() -> tuple[Any, str] | None:
     """What the program, or transformers, has loaded with the ``kernels`` package: we download nothing ourselves."""
     loaded_kernels = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)
     for loaded in loaded_kernels():
