@@ -234,6 +234,19 @@ def test_a_kind_of_call_is_prepared_once(monkeypatch):
     assert compiled[0] == compiled[-1], "and messages are made once"
 
 
+def test_groups_of_heads_share_buffers():
+    """Eight groups take a seventh of what one takes: some pieces are there twice, while a group's heads are exchanged
+    and those of another are computed."""
+    taken = {}
+    for groups in (1, 2, 4, 8):
+        with fake_world(8):
+            sp = startrail.SequenceParallel(f"u8,groups={groups},exchange=twice")
+            q, k, v = (torch.randn(1, 64, 16, 8).requires_grad_() for _ in range(3))
+            sp.sequence(8 * 16).attention(q, k, v, causal=True).sum().backward()
+            taken[groups] = sp._session.runner_on(torch.device("cpu")).pool.allocated
+    assert 0 < taken[8] == taken[4] / 2 == taken[2] / 4 < taken[1] / 6.5
+
+
 @pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2"])
 def test_the_host_never_waits_for_a_copy_to_the_gpu(plan, fused_kernels, monkeypatch):
     """Not even the first pass: places of chunks and cu_seqlens are copied asynchronously, and nothing comes back."""
