@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import startrail
@@ -83,6 +84,8 @@ def test_a_longer_context_gives_on_four_ranks_what_it_gives_on_one(monkeypatch, 
     assert all(ours == pytest.approx(alone, abs=0.02) for ours in everyone)
     assert "facts retrieved (%)" in (tmp_path / "u2" / "report.html").read_text()
     assert (tmp_path / "u2" / "adapter" / "adapter_config.json").exists()
+    adapter = load_file(tmp_path / "u2" / "adapter" / "adapter_model.safetensors")
+    assert sum(bool(x.any()) for name, x in adapter.items() if "lora_B" in name) == 8, "all have learnt something"
 
 
 def test_three_lines_of_the_readme():
