@@ -73,7 +73,7 @@ class ViT(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """The same blocks on all tokens, on means of two, and on all again; each level is recomputed, or each block, and a stem."""
+    """The same blocks on all tokens, on means of two, and on all again. Levels or blocks are recomputed, and a stem."""
 
     def __init__(self, recompute: str) -> None:
         super().__init__()
