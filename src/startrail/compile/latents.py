@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from startrail.compile.attention import ITEMSIZES, Attention
+from startrail.compile.attention import Attention
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program
-from startrail.schedule.sizes import Field, Sizes
+from startrail.schedule.sizes import ITEMSIZES, Field, Sizes
 from startrail.schedule.values import BACKWARD, Block, Pass
 
 HELD_EXPANSIONS = 2  # shards whose keys and values a kernel holds expanded at a time

@@ -17,10 +17,10 @@ from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
 from startrail.engine.tensors import check_dense
-from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import weights_of
 from startrail.geometry.mask import Mask, Segment
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of inputs
 MAX_HEAD_DIM = 256
 FLAGS = ("max_logits", "sinks", "gradients")
 

@@ -21,7 +21,7 @@ from startrail._compat import is_profiling
 from startrail.compile.call import CompiledCall, Part
 from startrail.engine.buffers import Buffer, BufferPool, BundleCopies, InputPiece
 from startrail.engine.exchange import Exchange
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums
 from startrail.kernels.device import current_stream_id, on_device
 from startrail.schedule.program import Program
@@ -41,7 +41,6 @@ from startrail.schedule.walk import (
 from startrail.transport.counters import Counters
 from startrail.transport.interface import Compare, MessageSet, Pending, Rehearsal, Transport
 
-Tensors = tuple[Tensor, ...]
 PartInputs = Mapping[str, Tensors]  # a part's tensors by kind, of this rank's tokens
 PartResults = dict[str, Tensors]
 
@@ -279,8 +278,7 @@ class PartRun:
                 held = InputPiece(tensors)
                 if slot.kept is not None:
                     held = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
-                    for view, tensor in zip(held.tensors, tensors, strict=True):
-                        view.copy_(tensor)
+                    self.wire.pack(slot.piece.kind, held.tensors, tensors)
                 self.pieces[slot.number] = held
 
     def run_step(self, number: int) -> None:
@@ -349,11 +347,13 @@ class PartRun:
             return self._in_buffer(slot, Buffer(self.kept[slot.kept]))
         return self._in_buffer(slot, self._new_buffer(slot), pooled=True)
 
-    def _packed(self, slot: Slot, tensors: Sequence[Tensor]) -> Buffer:
+    def _packed(self, slot: Slot, tensors: Tensors) -> Buffer:
         buffer = self._new_buffer(slot)
-        for view, tensor in zip(buffer.views(*slot.views), tensors, strict=True):
-            view.copy_(tensor)
+        self.wire.pack(slot.piece.kind, buffer.views(*slot.views), tensors)
         return buffer
+
+    def _unpacked(self, slot: Slot, buffer: Buffer) -> Tensors:
+        return self.wire.decoded(slot.piece.kind, buffer.views(*slot.views))
 
     def _release(self, slot: Slot) -> None:
         held = self.pieces[slot.number]
@@ -463,7 +463,7 @@ class PartRun:
             if arrived is None:
                 return self._packed(slot, result.tensors())
             assert isinstance(result, Sums)
-            result.add_to(arrived.views(*slot.views))
+            self.wire.add(slot.piece.kind, arrived.views(*slot.views), result)
             return arrived
         if plain.is_bundle:
             self.pieces[slot.number] = self._bundle(slot)
@@ -478,7 +478,8 @@ class PartRun:
         made, copies = self._new_piece(slot), self._copies(slot.piece.shard)
         for shard in copies.shards:
             source = self._held(self.part.slot(slot.piece._replace(shard=shard)))
-            for view, tensor in zip(made.tensors, source.tensors, strict=True):
+            tensors = source.tensors if source.in_bytes else self.wire.encoded(slot.piece.kind, source.tensors)
+            for view, tensor in zip(made.tensors, tensors, strict=True):
                 copies.pack(shard, tensor, view)
         return made
 
@@ -495,8 +496,9 @@ class PartRun:
 
     def prepare(self, slot: Slot) -> None:
         """Convert a piece to the form that the kernel takes."""
-        held = self._held(slot)
-        held.prepared = self.kernel.prepare(slot.piece.kind, held.tensors)
+        held, kind = self._held(slot), slot.piece.kind
+        tensors = self.wire.decoded(kind, held.tensors) if held.in_bytes else held.tensors
+        held.prepared = self.kernel.prepare(kind, tensors)
 
     def compute(self, event: tuple[Block, Sequence[Slot], Sequence[Slot]]) -> None:
         block, needs, makes = event
@@ -514,7 +516,7 @@ class PartRun:
         """The tensors of a result to which nothing more is added."""
         result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
         if arrived is not None:
-            result.take(arrived.views(*slot.views))
+            result.take(self._unpacked(slot, arrived))
             self.pool.put(arrived)
         return result.tensors()
 
@@ -522,7 +524,7 @@ class PartRun:
         """Write a result to which nothing more is added."""
         result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
         if isinstance(result, Sums):
-            result.store(targets, None if arrived is None else arrived.views(*slot.views))
+            result.store(targets, None if arrived is None else self._unpacked(slot, arrived))
             if arrived is not None:
                 self.pool.put(arrived)
             return
@@ -533,19 +535,19 @@ class PartRun:
         number, slot = event
         buffer = self.partials.pop(number)
         buffer.arrive()
-        views = buffer.views(*slot.views)
+        tensors = self._unpacked(slot, buffer)
         if slot.piece.shard in self.program.bundles:
             copies = self._copies(slot.piece.shard)
             for shard in copies.shards:
                 result = self._result(self.part.slot(slot.piece._replace(shard=shard)))
                 assert isinstance(result, Sums)
-                for total, view in zip(result.values(), views, strict=True):
-                    copies.add(shard, view, total)
+                for total, bundle in zip(result.values(), tensors, strict=True):
+                    copies.add(shard, bundle, total)
         elif isinstance(result := self._result(slot), Sums) and slot.number not in self.arrived:
             self.arrived[slot.number] = buffer
             return
         else:
-            result.take(views)
+            result.take(tensors)
         self.pool.put(buffer)
 
 

@@ -24,6 +24,8 @@ from startrail.schedule.plan import Plan, PlanError
 from startrail.schedule.program import groups_at_once, stated_pieces
 from startrail.schedule.values import BACKWARD, KINDS, Pass, Piece
 
+# Bytes per element of what can travel. Torch names these dtypes.
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that they can be viewed as any dtype
 
 
