@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, world_size
 from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import ITEMSIZES
 
 if TYPE_CHECKING:
     import torch

@@ -96,7 +96,8 @@ class Wire:
         return tensors
 
     def decoded(self, kind: str, views: Tensors) -> Tensors:
-        """The tensors of a piece from views of its bytes, which may have a dimension of head ranks before all others."""
+        """The tensors of a piece from views of its bytes. Parts of several head ranks have one more dimension, in
+        front."""
         return views
 
     def pack(self, kind: str, views: Tensors, tensors: Tensors) -> None:
