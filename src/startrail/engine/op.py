@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from startrail.engine import attention as attention_call
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
@@ -100,24 +102,34 @@ def _(
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
-    q, k, v, op_key, ctx.session, ctx.call = inputs
-    out, lse, kept, number, _ = output
-    ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
-    qkv = () if ctx.owner.settings.split.plan.keeps_exchanged else (q, k, v)
-    ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
+def register_backward(
+    op: CustomOpDef, backward: CustomOpDef, sizes: Callable[..., tuple[int, ...]], num_weights: int = 0
+) -> None:
+    """Have ``backward`` compute an op's gradients. ``sizes`` are what the shapes of its results do not tell, from the
+    op's tensors. The last ``num_weights`` of these are saved in any case, the others unless ``kept`` holds them."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
+        *tensors, op_key, ctx.session, ctx.call = inputs
+        out, lse, kept, number, _ = output
+        ctx.sizes = sizes(*tensors)
+        ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
+        own, weights = tensors[: len(tensors) - num_weights], tensors[len(tensors) - num_weights :]
+        if ctx.owner.settings.split.plan.keeps_exchanged:
+            own = []
+        ctx.save_for_backward(out, lse, kept, number, op_key, *weights, *own)
+
+    def run(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+        out, lse, kept, number, op_key, *saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
+        weights = [saved[:num_weights]] if num_weights else []
+        gradients = backward(
+            dout, saved[num_weights:], *weights, out, lse, kept, number, *ctx.sizes, op_key, ctx.session, ctx.call, dlse
+        )
+        return (*gradients, None, None, None)
+
+    op.register_autograd(run, setup_context=save)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    out, lse, kept, number, op_key, *qkv = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
-    grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, op_key, ctx.session, ctx.call, dlse
-    )
-    return (*grads, None, None, None)
-
-
-attention.register_autograd(_backward, setup_context=_save)
+register_backward(attention, attention_backward, lambda q, k, v: (k.shape[1], k.shape[3]))
