@@ -16,9 +16,9 @@ from startrail.compile.attention import AttentionPart
 from startrail.compile.call import CompiledCall, compile_call, most_kept_bytes
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.batch import Batch
-from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass
 from startrail.engine.session import Session, Settings
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import (
     Kernel,
     Partial,

@@ -20,9 +20,9 @@ from startrail.compile.call import compile_call
 from startrail.compile.halo import HALO_BACKWARD, HALO_FORWARD, Halo, HaloPart
 from startrail.engine.batch import Batch, positions_of
 from startrail.engine.op import UNSAFE, find_session
-from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass
 from startrail.engine.session import Session
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums, accumulator
 from startrail.schedule.values import Block, Pass
 

@@ -19,8 +19,9 @@ from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_colu
 from startrail.engine.arguments import AttentionCall, CallShapes, LatentShapes
 from startrail.engine.attention import AttentionKernel, AttentionRequest, PreparedAttention, run_backward, run_forward
 from startrail.engine.op import UNSAFE, fake_results, find_session, register_backward
-from startrail.engine.runner import PreparedPart, Tensors
+from startrail.engine.runner import PreparedPart
 from startrail.engine.session import Session
+from startrail.engine.wire import Tensors
 from startrail.kernels import Partial, Sums
 from startrail.schedule.values import BACKWARD, FORWARD, Block, Pass
 

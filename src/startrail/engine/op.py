@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from startrail.engine import attention as attention_call
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
@@ -103,10 +102,10 @@ def _(
 
 
 def register_backward(
-    op: CustomOpDef, backward: CustomOpDef, sizes: Callable[..., tuple[int, ...]], num_weights: int = 0
+    op: Any, backward: Callable[..., tuple[Tensor, ...]], sizes: Callable[..., tuple[int, ...]], num_weights: int = 0
 ) -> None:
-    """Have ``backward`` compute an op's gradients. ``sizes`` are what the shapes of its results do not tell, from the
-    op's tensors. The last ``num_weights`` of these are saved in any case, the others unless ``kept`` holds them."""
+    """Have ``backward`` compute the gradients of a custom op. It gets the ``sizes`` of the op's tensors that the shapes
+    of results do not tell. The last ``num_weights`` tensors are saved, and the others unless ``kept`` holds them."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing

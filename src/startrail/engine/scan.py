@@ -20,9 +20,9 @@ from startrail.compile.call import compile_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Numbers, Scan, ScanPart, Visit
 from startrail.engine.batch import Batch
 from startrail.engine.op import UNSAFE, find_session
-from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass
 from startrail.engine.session import Session
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.schedule.values import Block, Pass
