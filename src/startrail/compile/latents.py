@@ -128,7 +128,7 @@ class LatentSizes(Sizes):
     def expanded_bytes(self) -> int:
         """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads. Some kernels
         take values as wide as keys only."""
-        batch, heads, tokens = self.fields("q", self.tokens)[0].shape[:3]
+        batch, heads, tokens = self.shapes("q", self.tokens)[0][:3]
         return batch * heads * tokens * 2 * max(self.head_dim, self.out_dim) * self._wide
 
     @property

@@ -199,7 +199,7 @@ class AttentionKernel(BlockKernel):
         if kind == "dq":
             return (torch.empty((*rows, sizes.head_dim), dtype=dtype, device=device),)
         dtype = self.acc if sizes.copies > 1 else dtype
-        widths = [field.shape[3] for field in sizes.fields(kind, tokens)]
+        widths = [width for *_, width in sizes.shapes(kind, tokens)]
         return tuple(torch.empty((*keys, width), dtype=dtype, device=device) for width in widths)
 
 

@@ -171,7 +171,7 @@ class PreparedPart:
             tokens = self.part.tokens_of(self.program, piece)
             views = (piece.kind, tokens, self.wire.format), partial(self.wire.views, kind=piece.kind, tokens=tokens)
             nbytes = self.part.sizes.nbytes_of(piece.kind, tokens)
-            shapes, kept = self.wire.result_shapes(piece.kind, tokens), self.kept.get(piece)
+            shapes, kept = self.part.sizes.shapes(piece.kind, tokens), self.kept.get(piece)
             self._slots[piece] = Slot(len(self._slots), piece, tokens, nbytes, views, shapes, kept)
         return self._slots[piece]
 

@@ -77,10 +77,6 @@ class Wire:
             self._cuts[kind, tokens] = self.cuts(self.sizes.fields(kind, tokens))
         return tuple(cut.of(flat) for cut in self._cuts[kind, tokens])
 
-    def result_shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
-        """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
-        return [field.shape for field in self.sizes.fields(kind, tokens) if len(field.shape) == 4]
-
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` as the peers see it. The backward pass may compute a block on another rank than the forward pass did,
         from rounded inputs, so the rank that has the original numbers rounds them too: lse and delta would not match

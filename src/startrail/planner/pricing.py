@@ -128,7 +128,7 @@ class Prices:
     ) -> None:
         self.cluster, self.sizes, self.tiles, self.engine = cluster, sizes, tiles, engine
         self.rates = cluster.device.of(dtype)
-        self.batch, self.heads, _, _ = sizes.fields("q", sizes.tokens)[0].shape  # of one group
+        self.batch, self.heads, _, _ = sizes.shapes("q", sizes.tokens)[0]  # of one group
         kernel, widths = self.rates.kernel, (sizes.head_dim, sizes.out_dim)
         self.widths = kernel.widths(*widths) if kernel is not None else (max(widths),) * 2  # as computed
         self.latent = sizes if isinstance(sizes, LatentSizes) else None
@@ -220,7 +220,7 @@ class Prices:
         """Of the keys and of the values of a token, as blocks take them."""
         if self.latent is not None:
             return [self.heads * self.sizes.head_dim, self.heads * self.sizes.out_dim]
-        return [field.shape[1] * field.shape[3] for field in self.sizes.fields("kv", 1)]
+        return [heads * width for _, heads, _, width in self.sizes.shapes("kv", 1)]
 
     def expand(self, column: int) -> float:
         """Seconds to expand the keys and values of a column from its latents."""

@@ -64,6 +64,11 @@ class PieceSizes(ABC):
     def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
         """The tensors of a piece of ``tokens`` tokens."""
 
+    def shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
+        """The shapes (batch, heads, tokens, features) of a piece's tensors, without those that have one number for each
+        row, such as lse, which comes with its output."""
+        return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
+
     @abstractmethod
     def bytes_of(self, field: Field) -> int:
         """Bytes of a tensor in a message."""
