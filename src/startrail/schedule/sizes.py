@@ -6,7 +6,7 @@
 4
 >>> sizes.fields("out", 8)                           # lse, and the outputs of a rank's 2 heads
 (Field(shape=(1, 2, 8), wide=True), Field(shape=(1, 2, 8, 64), wide=False))
->>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and 8 tokens
+>>> sizes.nbytes("q"), sizes.nbytes_of("q", 8)         # 64 tokens x 2 heads x 64 x 4 bytes, and 8 tokens
 (32768, 4096)
 """
 
@@ -190,13 +190,6 @@ class Sizes(PieceSizes):
     def nbytes(self, kind: str) -> int:
         """Bytes of a whole piece."""
         return self.by_kind[kind]
-
-    def part_bytes(self, kind: str) -> int:
-        """Bytes of the part of a piece that covers one rank's tokens."""
-        return self._sum(self.fields(kind, self.local))
-
-    def _sum(self, fields: Sequence[Field]) -> int:
-        return sum(self.bytes_of(field) for field in fields)
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
         """Peak memory of one pass besides the caller's tensors: received pieces, own pieces packed for sending,
