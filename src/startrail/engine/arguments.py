@@ -83,7 +83,7 @@ class AttentionCall:
 
 
 def read_call(q: object, k: object, v: object, **options: object) -> AttentionCall:
-    """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `check_tensors`
+    """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `Shapes.check`
     and `Mask.check_length` look at shapes and lengths later.
 
     >>> x = torch.zeros(1, 4, 16, 8)

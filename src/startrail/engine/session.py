@@ -101,8 +101,8 @@ class StartedPass(NamedTuple, Generic[P]):
 
     def run(self, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor | None = None) -> list[PartResults]:
         """Run it on each part's ``inputs``. A forward pass leaves in ``kept`` what its backward pass needs. The first
-        time, kernels are compiled before any message is sent: ranks may
-        take minutes longer than others, for which these would wait until their timeout."""
+        time, kernels are compiled before any message is sent: ranks may take minutes longer than others, for which
+        these would wait until their timeout."""
         prepared = self.prepared.passes[self.request.pass_]
         if kept is None:
             kept = torch.empty(0, dtype=torch.uint8, device=self.request.device)
