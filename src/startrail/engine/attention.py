@@ -55,8 +55,8 @@ class PreparedAttention:
 class AttentionRequest:
     """One pass of an attention call, as the op got it."""
 
-    def __init__(self, pass_: Pass, shapes: CallShapes, call: AttentionCall, forward: Tensor | None = None) -> None:
-        self.pass_, self.shapes, self.call, self.forward = pass_, shapes, call, forward
+    def __init__(self, pass_: Pass, shapes: CallShapes, call: AttentionCall, number: Tensor | None = None) -> None:
+        self.pass_, self.shapes, self.call, self.forward_number = pass_, shapes, call, number
         self.device, self.gradients = shapes.device, call.gradients
 
     @property
@@ -225,9 +225,8 @@ def backward(
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
     cotangent of lse."""
     batch, heads, tokens, value_dim = out.shape
-    q, k, v = (
-        (batch, number, tokens, dim) for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
-    )
+    widths = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    q, k, v = ((batch, h, tokens, dim) for h, dim in widths)
     request = AttentionRequest(BACKWARD, Shapes(q, k, v, 3 * (out.dtype,), out.device), call, number)
     (dq, dk, dv), _ = run_backward(session, request, op_key, qkv, AttentionKernel, dout, out, lse, kept, dlse)
     return dq, dk, dv

@@ -74,8 +74,8 @@ class PreparedHalo:
 class HaloRequest:
     """One pass of a halo, as the op got it."""
 
-    def __init__(self, pass_: Pass, rows: Tensor, before: int, gradients: bool, forward: Tensor | None = None) -> None:
-        self.pass_, self.before, self.gradients, self.forward = pass_, before, gradients, forward
+    def __init__(self, pass_: Pass, rows: Tensor, before: int, gradients: bool, number: Tensor | None = None) -> None:
+        self.pass_, self.before, self.gradients, self.forward_number = pass_, before, gradients, number
         self.features, self.dtype, self.device = rows.shape[1], rows.dtype, rows.device
 
     @property

@@ -103,10 +103,10 @@ class ScanRequest:
     """One pass of a scan, as the op got it. ``kernel`` names what computes the states."""
 
     def __init__(
-        self, pass_: Pass, state: StateType, kernel: str, gradients: bool, forward: Tensor | None = None
+        self, pass_: Pass, state: StateType, kernel: str, gradients: bool, number: Tensor | None = None
     ) -> None:
-        self.pass_, self.state, self.kernel, self.gradients, self.forward = pass_, state, kernel, gradients, forward
-        self.device = state.device
+        self.pass_, self.state, self.kernel, self.gradients = pass_, state, kernel, gradients
+        self.forward_number, self.device = number, state.device
 
     @property
     def key(self) -> object:
