@@ -15,9 +15,10 @@ follows the runner line by line.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import cached_property
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
@@ -29,7 +30,7 @@ from startrail.schedule.plan import CHANNELS, Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import PieceSizes, Sizes
 from startrail.schedule.values import FORWARD, KINDS, Block, Pass, Piece
-from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
+from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker
 
 if TYPE_CHECKING:
     from startrail.planner.cluster import ClusterSpec
@@ -301,10 +302,10 @@ def tasks_of(program: Program, prices: BlockPrices, marks: list[Mark] | None = N
     """The tasks of a program. ``marks`` gets one entry per event, for traces."""
     pricing = ProgramPricing(program, prices, [])
     pricing.work = prices.cluster.device.start / 2
-    walker, handlers = Walker(program), handlers_of(pricing)
+    walker = Walker(program)
     for step in walker.steps():
         for event in step.events:
-            handlers[type(event)](event)
+            pricing.handle(event)
             if marks is not None:
                 marks.append(Mark(step.number, event, len(pricing.tasks), pricing.work))
     pricing.finish(walker)
@@ -332,6 +333,9 @@ class ProgramPricing:
         has_latents = isinstance(prices, Prices) and prices.latent is not None
         self.ends = ends_of_columns(program) if has_latents else frozenset()
         self.work = 0.0
+
+    def handle(self, event: Event) -> None:
+        HANDLERS[type(event)](self, event)
 
     def flush(self) -> None:
         if self.work:
@@ -443,6 +447,15 @@ class ProgramPricing:
             self.work += self.program.plan.groups * (self.copy(self.nbytes[kind]) if over_heads else self.pack(own))
         self.wait(walker.sends)
         self.flush()
+
+
+HANDLERS: dict[type[Event], Callable[[ProgramPricing, Any], None]] = {
+    Await: ProgramPricing.arrive,
+    Post: ProgramPricing.post,
+    Prepare: ProgramPricing.prepare,
+    Compute: ProgramPricing.compute,
+    Combine: ProgramPricing.combine,
+}
 
 
 def call_tasks(prices: Prices, world: int, rank: int, pass_: Pass) -> list[Task]:
