@@ -175,6 +175,11 @@ class PreparedPart:
             self._slots[piece] = Slot(len(self._slots), piece, tokens, nbytes, views, shapes, kept)
         return self._slots[piece]
 
+    def _hold_sources(self, bundle: Piece) -> None:
+        """Give slots to the pieces that a bundle's tokens belong to; no event may name them before it is sent."""
+        for source in self.program.bundles[bundle.shard].sources if bundle.shard in self.program.bundles else ():
+            self.slot(bundle._replace(shard=source.shard))
+
     def _step(self, step: WalkStep) -> PreparedStep:
         released = tuple(self.slot(piece) for piece in self.program.last_uses[step.number])
         return PreparedStep(tuple(self._action(event, step.number) for event in step.events), released, step)
@@ -192,10 +197,8 @@ class PreparedPart:
                 makes = tuple(self.slot(piece) for piece in self.program.pass_.makes(event.block))
                 return PartRun.compute, (event.block, needs, makes), event
             case Combine():
-                slots = [self.slot(event.piece)]
-                if bundle := self.program.bundles.get(event.piece.shard):
-                    slots += [self.slot(event.piece._replace(shard=source.shard)) for source in bundle.sources]
-                return PartRun.combine, (event.message, slots[0]), event
+                self._hold_sources(event.piece)
+                return PartRun.combine, (event.message, self.slot(event.piece)), event
 
     def _post(self, event: Post, step: int) -> PreparedPost:
         results, bundles = self.program.pass_.results, self.program.bundles
@@ -203,10 +206,8 @@ class PreparedPart:
         for message in event.messages:
             if message.head is None:
                 (piece,) = message.pieces
-                is_bundle = piece.shard in bundles
-                plain.append(PlainMessage(message, self.slot(piece), piece.kind in results, is_bundle))
-                for source in bundles[piece.shard].sources if is_bundle else ():
-                    self.slot(piece._replace(shard=source.shard))
+                self._hold_sources(piece)
+                plain.append(PlainMessage(message, self.slot(piece), piece.kind in results, piece.shard in bundles))
         exchanged, early = self._exchanged(event), None
         if exchanged is not None and self.place.num_shards == 1:
             early = self._exchanged(self.walk.next_results(step))
@@ -335,9 +336,6 @@ class PartRun:
         assert held is not None
         return held
 
-    def _new_buffer(self, slot: Slot) -> Buffer:
-        return self.pool.get(slot.nbytes)
-
     def _in_buffer(self, slot: Slot, buffer: Buffer, pooled: bool = False) -> InputPiece:
         return InputPiece(buffer.views(*slot.views), buffer, pooled)
 
@@ -345,10 +343,10 @@ class PartRun:
         """A piece to be received: in the kept bytes if it is to be kept, else in a buffer from the pool."""
         if slot.kept is not None and self.program.pass_.is_forward:
             return self._in_buffer(slot, Buffer(self.kept[slot.kept]))
-        return self._in_buffer(slot, self._new_buffer(slot), pooled=True)
+        return self._in_buffer(slot, self.pool.get(slot.nbytes), pooled=True)
 
     def _packed(self, slot: Slot, tensors: Tensors) -> Buffer:
-        buffer = self._new_buffer(slot)
+        buffer = self.pool.get(slot.nbytes)
         self.wire.pack(slot.piece.kind, buffer.views(*slot.views), tensors)
         return buffer
 
@@ -485,7 +483,7 @@ class PartRun:
 
     def _receive_buffer(self, plain: PlainMessage) -> Buffer:
         if plain.is_result:
-            buffer = self.partials[plain.message.number] = self._new_buffer(plain.slot)
+            buffer = self.partials[plain.message.number] = self.pool.get(plain.slot.nbytes)
             return buffer
         self._release(plain.slot)  # if we hold it, this message brings a new version
         held = self.pieces[plain.slot.number] = self._new_piece(plain.slot)

@@ -20,7 +20,7 @@ startrail forward 1: 0x1
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
