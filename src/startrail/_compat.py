@@ -34,6 +34,16 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Torch gives its own name with a prefix only.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 # --- process groups
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from startrail._compat import dtype_name
 from startrail.compile.halo import Halo
 from startrail.compile.proof import prove_call
 from startrail.compile.scan import Scan
@@ -102,7 +103,7 @@ class Report:
         """A table to paste into an issue."""
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {case.mask}, batch {case.batch}, "
-            f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
+            f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {dtype_name(case.dtype)}",
             *environment_text(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
@@ -282,5 +283,5 @@ def environment_text(device: torch.device, cases: Sequence[Case]) -> str:
     lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
     for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
         kernel = kernel_for(device, dtype, dim)
-        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.reason})")
+        lines.append(f"{dtype_name(dtype)}: {kernel.name} ({kernel.reason})")
     return "\n".join(lines)

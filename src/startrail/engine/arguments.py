@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail._compat import dtype_name
 from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
@@ -219,7 +220,7 @@ def describe_tensor(x: Tensor) -> str:
     >>> describe_tensor(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    layout = "" if x.layout is torch.strided else f" {str(x.layout).removeprefix('torch.')}"
+    layout = "" if x.layout is torch.strided else f" {dtype_name(x.layout)}"
     return describe_shape(x.shape, x.dtype, x.device) + layout
 
 
@@ -232,10 +233,6 @@ def _describe_shapes(
 ) -> str:  # fmt: skip
     each = zip(shapes.items(), dtypes, strict=True)
     return ", ".join(f"{name} {describe_shape(shape, dtype, device)}" for (name, shape), dtype in each)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _OfQueries:

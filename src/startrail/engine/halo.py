@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from startrail._compat import dtype_name
 from startrail.agreement.consensus import rejoining
 from startrail.compile.call import compile_call
 from startrail.compile.halo import HALO_BACKWARD, HALO_FORWARD, Halo, HaloPart
@@ -87,7 +88,7 @@ class HaloRequest:
         return "halo", self.before, self.features, self.dtype, self.device.type
 
     def prepare(self, session: Session, batch: Batch) -> PreparedHalo:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         problem = Halo(batch.boundaries, 1, dtype, "", self.before, self.features, self.dtype.itemsize)
         call = compile_call(problem, session.settings.split, session.rank, batch.layout)
         (part,) = call.parts

@@ -21,6 +21,7 @@ from startrail.engine import attention as attention_call
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.attention import kept_bytes
 from startrail.engine.session import Session
+from startrail.kernels import accumulator
 
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -69,10 +70,10 @@ def fake_results(
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
         torch.empty((*q.shape[:3], shapes.value_dim), dtype=q.dtype, device=q.device),
-        torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
+        torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device),
         torch.empty(kept_bytes(find_session(session), shapes), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
-        torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
+        torch.empty(max_logits, dtype=accumulator(q.dtype), device=q.device),
     )
 
 

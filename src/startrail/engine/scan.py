@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from startrail._compat import dtype_name
 from startrail.agreement.consensus import rejoining
 from startrail.compile.call import compile_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Numbers, Scan, ScanPart, Visit
@@ -118,7 +119,7 @@ class ScanRequest:
 
     def prepare(self, session: Session, batch: Batch) -> PreparedScan:
         state = self.state
-        dtype, units = str(state.dtype).removeprefix("torch."), state.units
+        dtype, units = dtype_name(state.dtype), state.units
         sizes = prod(state.shape), state.dtype.itemsize, self.kernel, units, units * sum(state.effect_of_unit)
         problem = Scan(batch.boundaries, state.shape[0], dtype, "", *sizes)
         call = compile_call(problem, session.settings.split, session.rank, batch.layout)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from startrail._compat import dtype_name
 from startrail.launch.heartbeat import Heartbeat
 from startrail.parallel import SequenceParallel
 from startrail.training import footprint, sharding
@@ -56,7 +57,7 @@ class Trainer:
         self.data_rank = mesh["data"].get_local_rank()
         with together():
             _check_folders(recipe)
-            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."), device.type)
+            job = recipe.job(dtype_name(compute_dtype(recipe, device)), device.type)
             timeout = 60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS
             shares = "measured" if recipe.shares == "measured" else None
             self.sp = SequenceParallel(
