@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from startrail._compat import dtype_name
+from startrail._compat import dtype_name, shard_offsets
 from startrail.training.files import Folder, first_line
 from startrail.training.recipes import Recipe
 
@@ -183,8 +183,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """A view of this rank's part of a tensor, and the part's offset in each dimension."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()
-        return tensor.to_local(), list(chunk.offsets)
+        return tensor.to_local(), shard_offsets(tensor)
     return tensor, [0] * tensor.dim()
 
 
@@ -213,6 +212,11 @@ class SavedState(NamedTuple):
                 read_into(tensors, self.tensors, folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"checkpoint {self.path} cannot be read: {first_line(error)}") from None
+
+
+def checkpoints_of(out: Path | str) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(out, "checkpoints")
 
 
 def steps_in(folder: Path) -> list[int]:
