@@ -27,7 +27,6 @@ from startrail.compile.proof import prove_call
 from startrail.compile.scan import Scan
 from startrail.diagnostics.reference import CPU, TWO_CALL_STYLES, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
-from startrail.geometry.mask import Mask
 from startrail.kernels import kernel_for
 from startrail.launch.local import check_ranks, run_local
 from startrail.parallel import SequenceParallel
@@ -135,8 +134,8 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.call_style, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
-    mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend: Any = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
+    mask, scale, softcap = case.layer_mask, case.scale, case.softcap
+    attend: Any = partial(sequence.attention, mask=mask, scale=scale, softcap=softcap, return_lse=True)
     if case.call_style == "checkpointed":
         attend = partial(checkpoint, attend, use_reentrant=False)
     elif case.call_style == "compiled":

@@ -246,7 +246,7 @@ def run_forward(
         given = request.shapes.inputs(*tensors)
         inputs = [_own_inputs(part, given) for part in prepared.passes[FORWARD].parts]
         results = [part["out"] for part in started.run(kernel, inputs, kept)]
-        if not call.mask.steps:  # rows of such a mask may see nothing
+        if not call.mask.hides_rows:
             for part, (lse, out) in zip(prepared.parts, results, strict=True):
                 _poison_hidden_rows(part, out, lse)
         lse, out = _joined(prepared, results)
