@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.geometry.tiles import Costs, Tile
-from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
+from startrail.planner.block_tiles import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import PROCESSORS, TILE_ROWS, occupancy
 from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.schedule.plan import CHANNELS, Plan
