@@ -47,6 +47,7 @@ class Comparison:
         coarse = max(torch.finfo(x.precise.dtype).eps for x in (alone, ranks) if x.precise)
         limit = PRECISE_LIMIT if coarse <= torch.finfo(torch.float32).eps else MAX_EPS * coarse
         wrong = differing(ranks.precise.gradients, alone.precise.gradients, limit, each=limit <= FLOAT32_LIMIT)
+        assert ranks.precise_dtype is not None
         text = f"{text}, {precise:.1e} in {dtype_name(ranks.precise_dtype)}"
         if wrong:
             return cls(precise, tuple(wrong), limit, max(MATCH, limit), max(1e-6, limit), text, limit)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail._compat import dtype_name
 from startrail.compile import attention as compiled
 from startrail.compile.problem import Split
 from startrail.diagnostics.rounding import ROUNDING, AttentionErrors, Floor, floor_of
@@ -142,7 +141,7 @@ class Case:
         placement, shares = self.packed_from or (), read_shares(self.shares, self.world)
         boundaries = read_boundaries(self.length, self.documents, self.blocks, placement, shares)
         sent = self.dtype if self.world == 1 else self.wire_dtype or self.dtype
-        dtype, wire = (dtype_name(x) for x in (self.dtype, sent))
+        dtype, wire = (str(x).removeprefix("torch.") for x in (self.dtype, sent))
         shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
         return compiled.Attention(boundaries, self.batch, dtype, wire, self.layer_mask, *shape)
 

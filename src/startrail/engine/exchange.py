@@ -87,7 +87,7 @@ class Exchange:
     def take_results(self, local: Numbered) -> None:
         """Wait for all parts, and unpack all heads of our tokens."""
         self.coming_bytes.arrive()
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for at, tensors in local:
             came = self.wire.decoded(self.kinds[at], self.coming.views[at])
             pairs += zip(self._shares(at, tensors), came, strict=True)

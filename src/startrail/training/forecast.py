@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail._compat import dtype_name
 from startrail.compile.call import compile_call
 from startrail.compile.halo import Halo
 from startrail.compile.problem import Boundaries, Split
@@ -61,6 +60,6 @@ def _of_linear_layers(recipe: Recipe, task: Task) -> tuple[Halo, Scan]:
     config: Any = recipe.config
     boundaries = Boundaries((0, recipe.tokens))
     channels = (config.heads + 2 * config.kv_heads) * config.head_dim
-    dtype = dtype_name(task.dtype)
+    dtype = str(task.dtype).removeprefix("torch.")
     halo = Halo(boundaries, 1, dtype, "", config.conv_width - 1, recipe.batch * channels, task.dtype.itemsize)
     return halo, Scan(boundaries, recipe.batch, "float32", "", recipe.batch * config.heads * config.head_dim**2)

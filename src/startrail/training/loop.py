@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from startrail._compat import dtype_name
 from startrail.launch.heartbeat import Heartbeat
 from startrail.parallel import SequenceParallel
 from startrail.training import footprint, sharding
-from startrail.training.checkpoints.contents import checkpoints_of
 from startrail.training.checkpoints.saving import Checkpoints
 from startrail.training.display import Summary
 from startrail.training.forecast import make_forecast
@@ -58,7 +56,7 @@ class Trainer:
         self.data_rank = mesh["data"].get_local_rank()
         with together():
             _check_folders(recipe)
-            job = recipe.job(dtype_name(compute_dtype(recipe, device)), device.type)
+            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."), device.type)
             timeout = 60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS
             shares = "measured" if recipe.shares == "measured" else None
             self.sp = SequenceParallel(
@@ -70,7 +68,7 @@ class Trainer:
             self.task.load(0)  # so that a mistake in the data is found now, on every rank
             self.forecast = make_forecast(recipe, job, self.sp, self.task, description, self.world)
         check_same_data(self.task.data_size, digest)
-        self.checkpoints = Checkpoints(checkpoints_of(recipe.out), recipe, self.task.data_size, stop)
+        self.checkpoints = Checkpoints(recipe, self.task.data_size, stop)
         writers = self.world if recipe.zero else 1
         self.begin = self.checkpoints.prepare(round(self.forecast.memory.checkpoint) * writers)
         self.record = RunRecord(recipe, display, self.forecast)
