@@ -352,11 +352,6 @@ def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def torch_ring_attention() -> Any:
-    """The module of torch's own ring attention."""
-    return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
-
-
 def module_hooks(module: nn.Module) -> list[Any]:
     """All functions that are called before or after a module's forward or backward pass."""
     kinds = (
