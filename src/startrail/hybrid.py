@@ -138,11 +138,13 @@ def scan(
     output_final_state: bool, options: Mapping[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """What `Sequence.scan` returns. Kernels choose the precision of their products, not autocast."""
-    while isinstance(kernel, partial):  # so that all of its arguments are seen
-        kernel, tensors, options = kernel.func, (*kernel.args, *tensors), {**kernel.keywords, **options}
+    function: Any = kernel
+    while isinstance(function, partial):  # so that all of its arguments are seen
+        tensors, options = (*function.args, *tensors), {**function.keywords, **options}
+        function = function.func
     devices = {x.device.type for x in _given(tensors, options)}
     with torch.autocast(min(devices - {"meta"}, default="cpu"), enabled=False):
-        return _scan(sequence, kernel, tensors, initial_state, output_final_state, options)
+        return _scan(sequence, function, tensors, initial_state, output_final_state, options)
 
 
 def _scan(

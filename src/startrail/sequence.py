@@ -216,7 +216,7 @@ class Sequence:
         """The sum of the tensors ``x`` of all ranks, which have agreed on them."""
         if self.sp.group is None or self.sp.world == 1:
             return x
-        return torch.ops.startrail.add_up(x, self.sp.group.group_name, self.sp._name)  # type: ignore[no-any-return]
+        return torch.ops.startrail.add_up(x, self.sp.group.group_name, self.sp._name)
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
