@@ -12,7 +12,9 @@ import itertools
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +30,7 @@ from startrail.launch.local import RankError, run_local
 from tests.engine.splits import LAYOUTS, PACKINGS, SplitCase, random_split, scan_of
 from tests.fuzz import _variants
 
-WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
+WORLDS = tuple(range(1, 17))
 BATCH = 60  # cases on one set of ranks
 SHARED = 5  # seeds in a row with one plan and layout: connecting ranks takes longer than a case
 PRODUCT_PLANS = {
@@ -41,7 +43,7 @@ PRODUCT_PLANS = {
     12: ["1x3/1x4"],
     16: ["4x4", "u4/1x4", "1x4/1x4", "1x2/1x2/2x2"],
 }
-STYLES = ("plain", "plain", "plain", "checkpointed", "no gradients")
+STYLES = ("plain", "plain", "packed", "checkpointed", "recomputed", "on the host", "no gradients")
 DECAYS = (0.0, 0.1, 3.0, 60.0)
 ROUNDING = 16  # eps that a result of less than FEW numbers may always be off: one process may be lucky with those
 FEW = 200
@@ -51,7 +53,8 @@ EXACT = {torch.float64: 1e-11, torch.float32: 3e-6}  # allowed in any case, as a
 @dataclass(frozen=True)
 class LayerCase:
     """``kind``: a recurrence, or conv1d of this ``width``. ``states``: which of the initial and the final ones are
-    used."""
+    used. ``style``: "packed" cuts one sequence into documents later, "checkpointed" sends nothing again, "recomputed"
+    does, "on the host" keeps saved tensors there."""
 
     seed: int
     split: SplitCase
@@ -64,9 +67,9 @@ class LayerCase:
     width: int
 
 
-def random_case(seed: int) -> LayerCase:
+def random_case(seed: int, world: int | None = None) -> LayerCase:
     rng, shared = random.Random(seed), random.Random(seed // SHARED)
-    world = shared.choice(WORLDS)
+    world = world or shared.choice(WORLDS)
     plan, layout = str(shared.choice(_variants(world, 3))), shared.choice(LAYOUTS)
     split = random_split(rng, world, rng.choice((40, 250)), plan)
     return LayerCase(
@@ -170,8 +173,9 @@ def on_ranks(case: LayerCase, sequence: startrail.Sequence, inputs: list[Tensor]
     return list(found) if final else [found]
 
 
-def promised_bytes(case: LayerCase, sp: startrail.SequenceParallel, gradients: bool) -> int:
+def promised_bytes(case: LayerCase, sequence: startrail.Sequence, gradients: bool) -> int:
     """What a rank sends, by closed form. A described cluster may decide how states travel."""
+    sp = sequence.sp
     split, itemsize = case.split, case.dtype.itemsize
     if case.kind == "conv1d":
         if case.width == 1:
@@ -180,8 +184,21 @@ def promised_bytes(case: LayerCase, sp: startrail.SequenceParallel, gradients: b
     else:
         shape = KINDS[case.kind][0](replace(case, batch=1), 1)[1]
         problem = scan_of(split.boundaries, case.kind, case.batch, shape, itemsize)
-    call = compile_call(problem, sp._session.settings.split, sp.rank)
-    return sum(sum(call.traffic(pass_)) for pass_ in problem.passes[: 1 + gradients])
+    call = compile_call(problem, sp._session.settings.split, sp.rank, sequence._layout)
+    forward, backward = (sum(call.traffic(pass_)) for pass_ in problem.passes)
+    return forward * (1 + (case.style == "recomputed")) + backward * gradients
+
+
+def _on_host(run: Callable[..., Any], *values: Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return run(*values)
+
+
+STYLED: dict[str, Callable[..., Any]] = {
+    "checkpointed": partial(checkpoint, use_reentrant=False, context_fn=startrail.checkpoint_context),
+    "recomputed": partial(checkpoint, use_reentrant=False),
+    "on the host": _on_host,
+}
 
 
 def check(case: LayerCase, rank: int, parallels: dict[Any, startrail.SequenceParallel]) -> list[str]:
@@ -194,7 +211,9 @@ def check(case: LayerCase, rank: int, parallels: dict[Any, startrail.SequencePar
     if key not in parallels:
         parallels[key] = startrail.SequenceParallel(split.plan, layout=split.layout, timeout=120)
     sp = parallels[key]
-    sequence = sp.sequence(split.length, split.documents, shares=split.shares)
+    documents_later = split.documents if case.style == "packed" else None
+    sequence = sp.sequence(split.length, None if documents_later else split.documents, shares=split.shares)
+    sequence = sequence.packed(documents_later) if documents_later else sequence
     gradients = case.style != "no gradients"
     results = []
     for *whole, start in truths:
@@ -214,13 +233,10 @@ def check(case: LayerCase, rank: int, parallels: dict[Any, startrail.SequencePar
     def run(*values: Tensor) -> list[Tensor]:
         return on_ranks(case, sequence, list(values[:-1]), values[-1])
 
-    if case.style == "checkpointed":
-        found = checkpoint(run, *local, use_reentrant=False, context_fn=startrail.checkpoint_context)
-    else:
-        found = run(*local)
+    found = STYLED.get(case.style, lambda run, *values: run(*values))(run, *local)
     own = [sequence.shard(cotangents[0], 1), *(x / sp.world for x in cotangents[1:])]
     grads = _grads(found, local, own, gradients)
-    sent, promised = sum(level["bytes"] for level in sp.traffic().values()), promised_bytes(case, sp, gradients)
+    sent, promised = sum(level["bytes"] for level in sp.traffic().values()), promised_bytes(case, sequence, gradients)
     ours = [sequence.unshard(found[0], 1), *found[1:]]
     for n, grad in enumerate(grads):
         ours.append(sequence.unshard(grad, 1) if per_token(case, inputs, n) else _summed(sequence, grad))

@@ -273,6 +273,10 @@ def max_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x, "max", group))
 
 
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+
+
 if hasattr(funcol, "all_gather_single"):
     _gather, _gather_autograd = funcol.all_gather_single, funcol.all_gather_single_autograd
     _reduce_scatter = funcol.reduce_scatter_single

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from startrail.engine import gather_op as _gather
 from startrail.engine import halo as _halo
 from startrail.engine import latents as _latents
 from startrail.engine import op as _op
@@ -30,8 +31,8 @@ def checkpoint_context() -> Any:
     other ranks. Their results are saved."""
     ops = torch.ops.startrail
     # importing these modules registers the ops
-    assert _op.attention and _latents.latent_attention and _halo.gather_halo and _scan.carry_states
-    saved = [ops.attention, ops.latent_attention, ops.gather_halo, ops.carry_states]
+    assert _op.attention and _latents.latent_attention and _halo.gather_halo and _scan.carry_states and _gather.add_up
+    saved = [ops.attention, ops.latent_attention, ops.gather_halo, ops.carry_states, ops.add_up]
     return create_selective_checkpoint_contexts([op.default for op in saved])
 
 

@@ -75,8 +75,12 @@ def halo(sequence: Sequence, x: Tensor, before: int, dim: int) -> Tensor:
     """The halo of each real run, as ``Sequence.halo`` returns it."""
     dim = on_all_ranks(sequence, lambda: _checked_dim(sequence, x, before, dim))
     found = _halo_rows(sequence, x.movedim(dim, 0), before)
-    real = [start < sequence.length for start, _ in held_runs(sequence)]
-    found = found if all(real) else found[torch.tensor(real, device=x.device)]
+    real = [run for run, (start, _) in enumerate(held_runs(sequence)) if start < sequence.length]
+    found = (
+        found
+        if len(real) == len(found)
+        else found.index_select(0, torch.tensor(real, dtype=torch.int64, device=x.device))
+    )
     return found.movedim((0, 1), (dim, dim + 1))
 
 
@@ -122,7 +126,7 @@ def conv1d(
         order[is_halo] = torch.arange(rows.shape[2], device=x.device)
         order[places] = tokens.to(x.device) + rows.shape[2]
         together = torch.cat((rows, x), 2).index_select(2, order)
-        out = causal_conv1d(together, weight, bias, activation).index_select(2, places)
+        out = causal_conv1d(together, weight, bias, activation, places=places)
     else:
         out = causal_conv1d(x, weight, bias, activation)
     return out if dim in (2, -1) else out.mT
@@ -134,9 +138,13 @@ def scan(
     output_final_state: bool, options: Mapping[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """What `Sequence.scan` returns. Kernels choose the precision of their products, not autocast."""
-    devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
+    function: Any = kernel
+    while isinstance(function, partial):  # so that all of its arguments are seen
+        tensors, options = (*function.args, *tensors), {**function.keywords, **options}
+        function = function.func
+    devices = {x.device.type for x in _given(tensors, options)}
     with torch.autocast(min(devices - {"meta"}, default="cpu"), enabled=False):
-        return _scan(sequence, kernel, tensors, initial_state, output_final_state, options)
+        return _scan(sequence, function, tensors, initial_state, output_final_state, options)
 
 
 def _scan(
@@ -149,10 +157,11 @@ def _scan(
     def prepare() -> Recurrence:
         if not tensors or not all(isinstance(x, Tensor) for x in tensors):
             raise ValueError(f"{name} needs tensors, got {', '.join(type(x).__name__ for x in tensors) or 'none'}")
-        for x in tensors:
+        for x in given:
             check_dense(x)
-        if len(devices := {str(x.device) for x in tensors}) > 1:
+        if len(devices := {str(x.device) for x in given if x.dim()}) > 1:
             raise ValueError(f"{name} needs tensors on one device, got {', '.join(sorted(devices))}")
+        check_tangents(name, *given)
         _check_tokens(sequence, tensors[0], 1)
         recurrence = recurrence_of(kernel, tensors, lengths, options)
         batch, _, *shape = recurrence.shape
@@ -160,10 +169,13 @@ def _scan(
         if 0 in (batch, *shape):
             raise ValueError(f"{name} has states of shape {(batch, *shape)}: no dimension may be empty")
         if initial_state is not None and (not isinstance(initial_state, Tensor) or initial_state.shape != expected):
-            given = f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents"
-            raise ValueError(f"{given}, {expected}")
+            text = f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents"
+            raise ValueError(f"{text}, {expected}")
+        if initial_state is not None and not initial_state.is_floating_point():
+            raise ValueError(f"initial_state must have floating-point numbers, got {describe_tensor(initial_state)}")
         return recurrence
 
+    given = _given((*tensors, initial_state), options)
     documents = len(sequence.documents) - 1
     flags = {"initial state": initial_state is not None, "final state": output_final_state}
     stated = [f"{key}={_stated(value)}" for key, value in sorted(options.items())]
@@ -178,13 +190,18 @@ def _scan(
         first = torch.tensor(list(part.begins.items()), device=initial_state.device, dtype=torch.int64).view(-1, 2)
         zeros = initial_state.new_zeros(recurrence.shape, dtype=recurrence.dtype)
         entering = zeros.index_copy(1, first[:, 1], initial_state.to(recurrence.dtype)[:, first[:, 0]])
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
-    out, after = _carried(sequence, part, recurrence, tensors, entering, (call, gradients))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    out, after = _carried(sequence, part, recurrence, given, entering, (call, gradients))
     if not output_final_state:
         return out
     last = torch.tensor(list(part.ends.items()), device=after.device, dtype=torch.int64).view(-1, 2)
     final = after.new_zeros(documents, *after.shape[1:]).index_copy(0, last[:, 0], after[last[:, 1]])
-    return out, sequence._gather(final.unsqueeze(0), 0).sum(0).transpose(0, 1)
+    return out, sequence._sum(final).transpose(0, 1)
+
+
+def _given(tensors: SequenceOf[object], options: Mapping[str, object]) -> list[Tensor]:
+    """The tensors of a call, those that are passed by name included."""
+    return [x for x in (*tensors, *options.values()) if isinstance(x, Tensor)]
 
 
 def _stated(value: object) -> str:
@@ -197,22 +214,26 @@ def _carried(
     call: tuple[str, bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs, and the states after each run (runs, batch, ...). ``entering``: what documents begin with, in the
-    runs where they do."""
+    runs where they do. If anything needs gradients, so do the states, on all ranks: none waits in vain for others'."""
     carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
-    if not part.is_alone:
-        transition = recurrence.transition.expand(*recurrence.shape[:3], *recurrence.moves)
-        given = transition, recurrence.contribution, entering
-        inputs = [x if x is None else x.transpose(0, 1) for x in given]
-        before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
-        return recurrence.outputs(before.transpose(0, 1)), after
-    # The rank has whole documents only, and no use for what others send. It takes part, so that all agree.
-    out, states = recurrence.run(entering)
-    if not sequence.local:
+
+    def begin() -> tuple[Tensor, Tensor]:
+        return recurrence.run(entering) if part.is_alone else (recurrence.transition, recurrence.contribution)
+
+    found, states = on_all_ranks(sequence, begin)
+    has_gradients = states.requires_grad or (entering is not None and entering.requires_grad)
+    if call[1] and not has_gradients:  # only outputs do, or there are no tokens
         states = _Tied.apply(states, *tensors)
     states = states.transpose(0, 1)
-    nothing = states.new_zeros(()).expand(*states.shape[:3], *recurrence.moves)
-    before, after, _ = carry(nothing, states, None, recurrence.matrix, kernel=call[0], gradients=call[1])
-    return _Tied.apply(out, before), after
+    if part.is_alone:
+        # The rank has whole documents only, and no use for what others send. It takes part, so that all agree.
+        nothing = states.new_zeros(()).expand(*states.shape[:3], *recurrence.moves)
+        before, after, _ = carry(nothing, states, None, recurrence.matrix, kernel=call[0], gradients=call[1])
+        return _Tied.apply(found, before), after
+    transition = found.expand(*recurrence.shape[:3], *recurrence.moves).transpose(0, 1)
+    entering = entering if entering is None else entering.transpose(0, 1)
+    before, after, _ = carry(transition, states, entering, recurrence.matrix, kernel=call[0], gradients=call[1])
+    return recurrence.outputs(before.transpose(0, 1)), after
 
 
 class _Tied(torch.autograd.Function):
@@ -239,6 +260,8 @@ def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
         raise ValueError(f"before={before!r} must be a whole number of tokens, at least 1")
     _check_tokens(sequence, x, dim)
     check_tangents("a halo", x)
+    if x.requires_grad and x.itemsize == 1 and torch.is_grad_enabled():
+        raise ValueError(f"a halo has no gradient in {str(x.dtype).removeprefix('torch.')}: convert the tensor first")
     return dim
 
 

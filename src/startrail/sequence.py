@@ -212,6 +212,12 @@ class Sequence:
         )  # fmt: skip
         return gathered if is_known else gathered.contiguous().view(x.dtype)
 
+    def _sum(self, x: Tensor) -> Tensor:
+        """The sum of the tensors ``x`` of all ranks, which have agreed on them."""
+        if self.sp.group is None or self.sp.world == 1:
+            return x
+        return torch.ops.startrail.add_up(x, self.sp.group.group_name, self.sp._name)
+
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
         They are shifted over the whole sequence before it is split; the last token of each document and padding get

@@ -20,6 +20,10 @@ def test_a_few_random_cases():
     assert not run(first_seed=30_000, count=300 if FULL else 30)
 
 
+def test_every_number_of_ranks():
+    assert not run_cases([random_case(40_000 + 50 * world + at, world) for world in WORLDS for at in range(3)])
+
+
 def test_float32_over_600_tokens_is_at_most_twice_as_far_off_as_one_process():
     splits = [SplitCase("1x2/1x2", 4, layout, 600, (0, 600)) for layout in ("zigzag", "contiguous") * 3]
     cases = zip(itertools.count(), splits, KINDS, strict=False)

@@ -165,6 +165,45 @@ def test_any_dtype_and_any_dimension():
     assert all(all(found) for found in run_local(on_rank, 2))
 
 
+def test_gradients_of_any_dtype():
+    """A token's gradient is the sum of those of all halos that it is in."""
+
+    def on_rank(rank):
+        sequence, found = startrail.SequenceParallel("1x3").sequence(20, [0, 11, 20]), []
+        for dtype in (torch.float16, torch.bfloat16, torch.complex64, torch.complex128):
+            x = torch.zeros(1, sequence.local, 2, dtype=dtype, requires_grad=True)
+            halo = sequence.halo(x, before=4)
+            cotangent = torch.arange(1, halo.numel() + 1).view(halo.shape).to(dtype) * (
+                1 + 2j if dtype.is_complex else 1
+            )
+            (grad,) = torch.autograd.grad(halo, x, cotangent)
+            own = torch.zeros(1, 20, 2, dtype=torch.complex128)
+            for run, (start, _) in enumerate(sequence.document_runs):
+                first = max(start - 4, 11 * (start >= 11))
+                own[:, first:start] += cotangent[:, run, 4 - (start - first) :].to(torch.complex128)
+            exact = sequence._gather(own[None], 0).sum(0).to(dtype)
+            found.append(grad.dtype == dtype and torch.equal(sequence.unshard(grad, 1), exact))
+        return found
+
+    assert all(all(found) for found in run_local(on_rank, 3))
+
+
+def test_what_is_not_finite_stays_in_its_document():
+    """Also what the convolution computes where a rank's runs meet."""
+
+    def on_rank(rank):
+        sequence, finite = startrail.SequenceParallel("1x4", layout="zigzag").sequence(60, [0, 31, 60]), []
+        for bad in (float("nan"), float("inf")):
+            x = torch.randn(1, 3, 60).index_fill(2, torch.arange(31), bad)
+            local = sequence.shard(x, 2).requires_grad_()
+            out = sequence.conv1d(local, torch.randn(3, 4), activation="silu")
+            (grad,) = torch.autograd.grad(out.sum(), local)
+            finite += [bool(sequence.unshard(x, 2)[:, :, 31:].isfinite().all()) for x in (out, grad)]
+        return finite
+
+    assert run_local(on_rank, 4) == [[True] * 4] * 4
+
+
 def test_low_precision_is_exact():
     """A halo is copied as it is, whatever the dtype of messages."""
 
@@ -196,6 +235,7 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
             lambda: sequence.conv1d(x.long(), weight, dim=1),
             lambda: sequence.conv1d(x + 1j if rank else x, weight, dim=1),
             lambda: jvp(lambda x: sequence.conv1d(x, weight, dim=1), (x,), (x,)),
+            lambda: sequence.halo(x.to(torch.float8_e4m3fn).requires_grad_(), before=2),
         ]
         texts = []
         for call in calls:
@@ -217,6 +257,7 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
         "conv1d takes floating-point numbers in three dimensions, with the tokens in 1 or 2, got (1, 8, 2) int64",
         "rank 1: conv1d takes floating-point numbers",
         "a halo has no forward-mode derivative, but an argument is a dual tensor",
+        "a halo has no gradient in float8_e4m3fn: convert the tensor first",
     ]
     for texts in run_local(on_rank, 2):
         for text, message in zip(texts, messages, strict=True):

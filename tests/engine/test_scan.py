@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import jvp
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
@@ -141,6 +144,25 @@ def test_one_state_each_way_crosses_a_link_between_nodes(inner):
         for pass_ in PASSES:
             by_node = [sum(call.traffic(pass_)[0] for call in calls[node : node + 8]) for node in range(0, 32, 8)]
             assert sum(by_node) == 3 * crossings * 2560 and max(by_node) == crossings * 2560
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("plan", ["1x4/1x4", "4x1/u4", "2x2/1x2/1x2", "1x2/2x2/u2", "u4/1x4", "u2/1x2/1x2"])
+def test_a_link_between_nodes_carries_at_most_two_states_of_a_document(plan, windows):
+    """Each way, if neighbouring tokens are on one node: with any rings over nodes, else with ``windows``."""
+    if plan.startswith("u") and not windows:
+        pytest.skip("a document leaves such nodes more often")
+    world, most, nodes = Plan.parse(plan).size, 0, Plan.parse(plan).sizes(Plan.parse(plan).size)[0]
+    chance = random.Random(plan)
+    for _ in range(60):
+        case = random_split(chance, world, plan=plan)
+        split = replace(case.split, in_rank_order=windows)
+        (part,) = compile_call(Scan(case.boundaries, 1, inner=1), split, 0).parts
+        for chain in part.table.chains:
+            hops = [(a.rank // case.nodes, b.rank // case.nodes) for a, b in pairwise(chain)]
+            ends = [Counter(node) for node in zip(*((a, b) for a, b in hops if a != b), strict=True)]
+            most = max(most, *(count for of_nodes in ends for count in of_nodes.values()), 0)
+    assert most == min(2, nodes - 1)
 
 
 def test_ranks_share_units_only_where_that_saves_hops():
@@ -287,6 +309,10 @@ def without_state(q, *others, lengths):
     return q
 
 
+def stateless(q, k, v, **options):
+    return v, None
+
+
 def test_mistakes_raise_on_all_ranks_and_all_can_continue():
     def on_rank(rank):
         sequence = startrail.SequenceParallel("1x2", timeout=20).sequence(16, [0, 5, 16])
@@ -315,12 +341,23 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
             "initial_state int must hold a state": scan(*inputs, initial_state=3),
             "does not have the 8 tokens of this rank": scan(*(x[:, 1:] for x in inputs)),
             "gated_delta_rule needs tensors, got none": scan(),
+            "recurrences take floating-point numbers, got int64": scan(*(x.long() for x in inputs)),
+            "rank 1: recurrences take floating-point numbers, got complex64": scan(
+                *(x + 0j if rank else x for x in inputs)
+            ),
+            "initial_state must have floating-point numbers, got (1, 2, 4, 5, 3) int64": scan(
+                *inputs, initial_state=torch.zeros(1, 2, *shape, dtype=torch.int64)
+            ),
+            "gated_delta_rule scale=0.5,": scan(*inputs, kernel=partial(startrail.gated_delta_rule, scale=0.5 + rank)),
+            "rank 1: stateless does not return (outputs, states": scan(*inputs, function=stateless if rank else None),
             "only some need gradients": scan(q.clone().requires_grad_(bool(rank)), *inputs[1:]),
         }
         found = {}
         for message, call in calls.items():
             found[message] = error_of(call)
             sequence.scan(startrail.gated_delta_rule, *inputs)
+        forward_mode = error_of(lambda: jvp(lambda v: scan(q, k, v, g, beta)(), (v,), (v,)))
+        found["gated_delta_rule has no forward-mode derivative"] = forward_mode
         return found
 
     for texts in run_local(on_rank, 2):

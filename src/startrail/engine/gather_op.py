@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from startrail._compat import find_group, gather_shards, sum_to_shards
+from startrail._compat import find_group, gather_shards, sum_over_ranks, sum_to_shards
 from startrail.agreement.errors import peer_errors
 from startrail.engine.arguments import describe_tensor
 from startrail.engine.op import UNSAFE, find_session
@@ -73,3 +73,28 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gather_tokens.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("startrail::add_up", mutates_args=(), tags=UNSAFE)
+def add_up(x: Tensor, group: str, session: str) -> Tensor:
+    """The sum of all ranks' ``x``, on which they have agreed. So is its gradient: each rank has a share of it."""
+    ranks = find_group(group)
+    with peer_errors("adding up what ranks have", ranks):
+        return sum_over_ranks(x.contiguous(), ranks)
+
+
+@add_up.register_fake
+def _(x: Tensor, group: str, session: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group, ctx.session = inputs
+    ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
+
+
+def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.startrail.add_up(grad, ctx.group, ctx.session), None, None
+
+
+add_up.register_autograd(_backward_of_sum, setup_context=_save_sum)

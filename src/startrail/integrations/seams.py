@@ -73,7 +73,7 @@ def _mamba2(
     dt = _precise((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
     x = _precise(hidden_states)
     out: Tensor
-    if fused is None or not dt.shape[1]:
+    if fused is None:
         out = runs.scan(decayed_attention, C, B, x * dt.unsqueeze(-1), dt * A)
     else:
         out = runs.scan(around_mamba2, hidden_states, dt, A, B, C, function=fused, chunk_size=chunk_size)

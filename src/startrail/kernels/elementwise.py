@@ -22,6 +22,7 @@ from startrail.kernels.accumulate import accumulator
 from startrail.kernels.runs import (
     Recurrence,
     check_decay,
+    check_numbers,
     check_states,
     chunks_of,
     differentiable_once,
@@ -38,6 +39,7 @@ def linear_recurrence(a: Tensor, b: Tensor, *, lengths: Sequence[int] | None = N
 
     RG-LRU is a = its recurrent gate, b = its gated and normalized inputs.
     """
+    check_numbers(a, b)
     if a.shape != b.shape or a.dim() < 2:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} are not (batch, tokens, ...) and alike")
     return LinearRecurrence(a, b, lengths)
@@ -56,6 +58,7 @@ def selective_scan(
         raise ValueError(f"{shapes}: x and dt must be (batch, tokens, channels), a (channels, states)")
     if b.shape != c.shape or b.shape != (*x.shape[:2], a.shape[1]):
         raise ValueError(f"{shapes}: b and c must be (batch, tokens, states)")
+    check_numbers(x, dt, a, b, c)
     check_decay("a", a)
     return SelectiveScan(x, dt, a, b, c, lengths)
 
@@ -168,8 +171,8 @@ def _blocks(lengths: Sequence[int]) -> Iterator[tuple[int, dict[int, int]]]:
             if filled == BLOCK:
                 yield first, pieces
                 first, filled, pieces = first + BLOCK, 0, {}
-    if pieces:
-        yield first, pieces
+    if pieces or not sum(lengths):  # without tokens, too, states have the gradients of what they come from
+        yield first, pieces or dict.fromkeys(range(len(lengths)), 0)
 
 
 def _scan_block(

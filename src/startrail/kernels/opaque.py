@@ -134,6 +134,8 @@ class AroundMamba2(Recurrence):
 
     def _call(self, run: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         x, dt, b, c = run
+        if not x.shape[1]:
+            return x, state
         options = dict(initial_states=state.mT.contiguous(), return_final_states=True)
         out, after = self._kernel(x, dt, self._a, b, c, self._chunk_size, **options)
         return out, after.mT

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.opaque import AroundDeltaRule, fla_kernel, suit_kernels
-from startrail.kernels.runs import Recurrence, RunChunks, carry, check_decay, chunks_of, lengths_of
+from startrail.kernels.runs import Recurrence, RunChunks, carry, check_decay, check_numbers, chunks_of, lengths_of
 
 NORM_EPS = 1e-6
 
@@ -153,6 +153,7 @@ def kimi_delta_rule(
     _check(q, k, v, beta=beta)
     if g.shape != (*v.shape[:3], k.shape[3]):
         raise ValueError(f"g has shape {tuple(g.shape)}, expected {(*v.shape[:3], k.shape[3])}, one per row of a state")
+    check_numbers(g)
     check_decay("g", g)
     if function is None and suit_kernels(q, k, v):
         function = fla_kernel("chunk_kda")
@@ -290,6 +291,7 @@ def _by_head(chunks: RunChunks, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, **per_head: Tensor) -> None:
+    check_numbers(q, k, v, *per_head.values())
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if q.dim() != 4 or q.shape != k.shape or k.shape[:2] != v.shape[:2] or v.dim() != 4:
         raise ValueError(f"{shapes} are not (batch, tokens, heads, dim) with q and k alike")

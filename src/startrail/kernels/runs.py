@@ -82,9 +82,8 @@ def recurrence_of(
             f"{name} returned {type(recurrence).__name__}, without states: a kernel must return a "
             "startrail.kernels.runs.Recurrence, which takes and gives the state of each run"
         )
-    function = _function_of(kernel)
-    code = getattr(function, "__code__", type(function))
-    is_known = code in _checked or getattr(function, "__module__", "").startswith("startrail.kernels.")
+    code = getattr(kernel, "__code__", type(kernel))
+    is_known = code in _checked or getattr(kernel, "__module__", "").startswith("startrail.kernels.")
     if not is_known and not torch.compiler.is_compiling():
         with torch.no_grad():
             _check_linear(name, kernel(*tensors, lengths=lengths, **options), len(lengths))
@@ -93,12 +92,9 @@ def recurrence_of(
 
 
 def name_of(kernel: object) -> str:
-    function = _function_of(kernel)
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _function_of(kernel: object) -> object:
-    return _function_of(kernel.func) if isinstance(kernel, partial) else kernel
+    while isinstance(kernel, partial):
+        kernel = kernel.func
+    return str(getattr(kernel, "__name__", type(kernel).__name__))
 
 
 def _check_linear(name: str, recurrence: Recurrence, runs: int) -> None:
@@ -117,6 +113,12 @@ def _check_linear(name: str, recurrence: Recurrence, runs: int) -> None:
         difference = float((x - expected).abs().max()) if x.shape == expected.shape and x.numel() else 0.0
         if x.shape != expected.shape or not difference <= 1e-3 * (1 + float(expected.abs().max()) if x.numel() else 1):
             raise ValueError(f"{name} is not a linear recurrence: the {what} (off by {difference:.2g})")
+
+
+def check_numbers(*tensors: Tensor) -> None:
+    """``ValueError`` unless all are floating-point numbers, which gradients of recurrences need."""
+    if wrong := [str(x.dtype).removeprefix("torch.") for x in tensors if not x.is_floating_point()]:
+        raise ValueError(f"recurrences take floating-point numbers, got {wrong[0]}")
 
 
 def check_decay(name: str, logarithm: Tensor) -> None:
