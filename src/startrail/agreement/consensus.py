@@ -377,7 +377,7 @@ class Consensus:
     def _failure_elsewhere(self) -> Exception | None:
         """Why some ranks may never come to a call: they have failed in another instance, unnoticed by this rank."""
         for other in list(_instances):
-            if other is self or other.ledger is None or not other.ledger.is_numbered:
+            if other is self or other.ledger is None or not other.ledger.is_in_use:
                 continue
             if other.ledger.may_rejoin(other._known_epoch):
                 continue

@@ -184,6 +184,12 @@ class CallLedger:
             self.drop = finalize(self, _dropped.append, (self.name, self.world))  # garbage collection only takes a note
             self.drop.atexit = False
 
+    @property
+    def is_in_use(self) -> bool:
+        """All ranks have agreed on a call, and this one has not given up its keys: looking at them would make them
+        again after the last rank has deleted them."""
+        return self.is_numbered and self.drop.alive
+
     # --- records
 
     def write(self, key: str, entry: Entry, compared: bool) -> None:
