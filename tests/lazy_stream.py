@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from startrail.engine import halo, latents, scan
@@ -39,6 +40,18 @@ def run(task: Callable[[], Any], writes: Sequence[torch.Tensor] = ()) -> None:
         task()
     else:
         _active.queue(task, writes)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """On another stream, which has nothing to do: what is queued here waits for nothing on the current one."""
+    global _active
+    with _disable_current_modes():
+        active, _active = _active, None
+        try:
+            yield
+        finally:
+            _active = active
 
 
 class LazyEvent:

@@ -44,7 +44,8 @@ from tests.kernels.stand_ins import WithoutDeviceGuard
 from tests.lazy_stream import BODIES
 
 HOST_DEVICE = torch.device("cpu")
-MAIN, HOST, READING = "the main stream", "the host", "the stream that reads digests"
+MAIN, HOST = "the main stream", "the host"
+READING, CONNECTING = "the stream that reads digests", "the stream that connects"
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 Clock = dict[str, int]
@@ -332,7 +333,8 @@ def _read_digest(trace: Trace, result: Any) -> Callable[[Any], Any]:
 def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
     """Everything of this process is traced. ``fused``: with the fused kernels. ``fake``: tensors are fake ones."""
     trace, read_plainly = Trace(), OpKey.from_tensor
-    names, reading = iter(range(1, 1000)), Stream(trace, READING)
+    names = iter(range(1, 1000))
+    sides = {"reading": Stream(trace, READING), "connecting": Stream(trace, CONNECTING)}
 
     @contextmanager
     def use(stream: Stream) -> Iterator[None]:
@@ -368,7 +370,7 @@ def traced(fused: bool = True, fake: bool = False) -> Iterator[Trace]:
         (torch.cuda, "stream", use),
         (torch.cuda, "current_stream", lambda device=None: Stream(trace, trace.current)),
         *((module, "used_on", trace.record_stream) for module in (offload, nccl)),
-        (nccl, "side_stream", lambda device: reading),
+        (nccl, "side_stream", lambda device, purpose: sides[purpose]),
         (attention, "kernel_for", make_kernel),
         (OpKey, "from_tensor", read_key),
     ]

@@ -238,7 +238,8 @@ class SequenceParallel:
         On a GPU, the host runs ahead of the device and may learn of a lost peer too late. The device does not use what
         was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
         the current stream. A rank that dies or loses torch.distributed's store does not return, though others may. On
-        gloo, every call raises on its own, and ``check`` returns immediately.
+        gloo, every call raises on its own, and ``check`` returns immediately; it raises again on a rank whose last call
+        has failed.
         """
         self._session.check()
 

@@ -176,6 +176,31 @@ def test_ranks_that_disagree_about_a_collective_raise_on_all_ranks_and_go_on(kno
             assert "; rank" in text and "rank 2: " in text and seconds < 10
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_rank_that_is_late_raises_in_the_same_calls_as_the_others(known, late):
+    """They disagree without it, go on, and disagree again. ``known``: all ranks have made a call before."""
+
+    def on_rank(rank):
+        sp, store, texts = startrail.SequenceParallel("1x3", timeout=30), default_store(), []
+        sequence = sp.sequence(24)
+        if known:
+            sequence.attention(*qkv(8))
+        if rank == 2:
+            store.wait([f"{late} calls"])
+        for call in (1, 2, 3, 4):
+            x = torch.ones(8, call, dtype=torch.float64 if rank == 1 else torch.float32)
+            texts.append(error_of(lambda x=x: sequence.unshard(x, 0)))
+            if rank == 0:
+                store.set(f"{call} calls", "1")
+        return texts, error_of(lambda: sequence.attention(*qkv(8)))
+
+    for texts, after in run_local(on_rank, 3, deadline=60):
+        for call, text in enumerate(texts, 1):
+            assert text.startswith("ValueError: ranks disagree") and f"unshard of (8, {call}) float32" in text, texts
+        assert after == "no error"
+
+
 def test_ranks_that_disagree_about_losses_or_gradients_raise_on_all_ranks():
     def on_rank(rank):
         torch.manual_seed(0)

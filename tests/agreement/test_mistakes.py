@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from datetime import timedelta
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 import startrail
 from startrail._compat import default_store
+from startrail.agreement.timing import TIMING
 from startrail.engine.arguments import AttentionCall
 from startrail.launch.local import run_local
-from tests.helpers import error_of, qkv
+from tests.helpers import error_of, eventually, qkv
 
 
 def attend(sp, q, k, v, documents=None, length=None, **options):
@@ -72,7 +74,9 @@ def test_a_mistake_on_all_ranks_raises_before_anything_is_sent():
     assert run_local(on_rank, 2, deadline=60) == [True, True]
 
 
-def test_every_rank_names_the_one_with_different_arguments():
+def test_every_rank_names_the_one_with_different_arguments(monkeypatch):
+    monkeypatch.setattr(TIMING, "slow_wait", 20.0)  # no rank looks before all have come, however busy the machine is
+
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2", timeout=20)
         return [
@@ -288,9 +292,10 @@ def test_dropped_and_closed_instances_leave_no_keys_in_the_store():
     closed, after which a call raises at once, although no other rank makes it."""
 
     def on_rank(rank):
-        store, kept, numbers, late = default_store(), [], [], []
+        store, kept, numbers, late, made = default_store(), [], [], [], WeakSet()
         for number in range(50):
             sp = startrail.SequenceParallel(["1x2", "u2"][number % 4 // 2], timeout=20)
+            made.add(sp._session.consensus)
             inputs = [x.requires_grad_() for x in qkv()]
             sequence = sp.sequence(32)
             sequence.attention(*inputs).square().sum().backward()
@@ -311,6 +316,7 @@ def test_dropped_and_closed_instances_leave_no_keys_in_the_store():
             if number % 10 == 9:
                 kept.clear()
                 gc.collect()
+                assert eventually(lambda: not made), "the watchdog's thread may still look at one"
                 dist.barrier()
                 startrail.SequenceParallel("1x2").sequence(32).attention(*inputs)  # the ranks meet
                 dist.barrier()
@@ -321,6 +327,24 @@ def test_dropped_and_closed_instances_leave_no_keys_in_the_store():
     for rank, (numbers, late, keys) in enumerate(run_local(on_rank, 2, deadline=120)):
         assert late == ({"ValueError: this SequenceParallel is closed"} if rank == 0 else set())
         assert len(set(numbers)) == 1, (numbers, keys)
+
+
+def test_a_long_wait_makes_no_keys_of_an_instance_that_is_closed():
+    """It looks for failures in the other instances of its process, and a closed one may still be there."""
+
+    def on_rank(rank):
+        used, closed = (startrail.SequenceParallel("1x2", timeout=20) for _ in range(2))
+        for sp in (used, closed):
+            sp.sequence(32).attention(*qkv())
+        name = closed._session.consensus.ledger.name
+        closed.close()
+        dist.barrier()
+        used.sequence(16).attention(*qkv(8))  # a new kind of call, before which keys are deleted
+        dist.barrier()
+        used._session.consensus._failure_elsewhere()
+        return [key for key in default_store().list_keys() if key.startswith(f"{name}/")]
+
+    assert run_local(on_rank, 2, deadline=60) == [[], []]
 
 
 def test_under_torchrun_a_process_group_is_required(monkeypatch):

@@ -180,6 +180,31 @@ def test_launches_have_few_arguments():
     assert numbers == {"_merge": 29, "_add": 21}
 
 
+class Launched:
+    """Stands in for a kernel, and notes its grid."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return lambda *arguments, **constants: None
+
+
+@pytest.mark.parametrize("kernel", ["_merge", "_add", "_row_sums", "_surrogate_out"])
+def test_many_short_sequences_fit_into_a_grid(kernel, monkeypatch):
+    """Beyond its first dimension, a grid has at most 65,535 programs: fewer than this batch's entries x heads."""
+    launched = Launched()
+    monkeypatch.setattr(fused, kernel, launched)
+    x, lse = torch.empty(8, dtype=torch.bfloat16).expand(4096, 32, 2, 8), torch.empty(2).expand(4096, 32, 2)
+    calls = {
+        "_merge": lambda: fused.merge(x, lse, [(x, lse)]),
+        "_add": lambda: fused.add(x, [x], False),
+        "_row_sums": lambda: fused.row_sums(x, x, torch.float32),
+        "_surrogate_out": lambda: fused.surrogate_out(x, lse, 1),
+    }
+    calls[kernel]()
+    programs, *others = launched.grid
+    assert programs >= 4096 * 32 and max(others, default=1) <= 65_535
+
+
 EVERY, HALF_OF_THEM, MIDDLE = (0, 37), (20, 37), (5, 20)
 
 

@@ -19,7 +19,7 @@ from startrail import _compat
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import watch
 from startrail.engine import attention
-from startrail.kernels import cpu
+from startrail.kernels import CpuKernel, cpu
 from startrail.launch.local import RankError, run_local
 from startrail.transport import nccl
 from startrail.transport import process_groups as groups
@@ -120,6 +120,35 @@ def test_check_raises_on_a_rank_whose_peers_have_aborted(monkeypatch):
     for rank, (text, lost, exact) in enumerate(run_local(on_rank, 2, deadline=60)):
         assert text.startswith(f"PeerError: global rank {rank}: nothing computed since the last check may be"), text
         assert lost == (rank == 1)
+        assert exact, "both go on together"
+
+
+def test_a_rank_that_ignores_its_own_error_drops_the_step_as_the_others_do():
+    """Their hosts were ahead of it, so only the check tells them."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=20)
+        sequence = sp.sequence(32)
+        with LazyStream():
+            weight = torch.eye(8).requires_grad_()
+            step(sequence, weight)
+            sp.check()
+            plain = CpuKernel.forward
+
+            def forward(*arguments):
+                if rank == 1:
+                    raise startrail.PeerError("planted")
+                return plain(*arguments)
+
+            CpuKernel.forward = forward
+            ignored = error_of(lambda: step(sequence, weight))
+            CpuKernel.forward = plain
+            return ignored, error_of(sp.check), error_of(sp.check), is_exact(sp)
+
+    for rank, (ignored, text, again, exact) in enumerate(run_local(on_rank, 2, deadline=60)):
+        assert rank == 0 or ignored == "PeerError: planted"
+        assert text.startswith(f"PeerError: global rank {rank}: nothing computed since the last check may be used: ")
+        assert again == "no error", "nothing was computed since"
         assert exact, "both go on together"
 
 

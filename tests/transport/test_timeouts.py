@@ -1,13 +1,19 @@
 """A timeout is for peers that are late. It does not count work that is queued on this rank's own device, nor kernels
 that are compiled for the first pass."""
 
+import math
 import time
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import startrail
 from startrail.agreement.timing import TIMING
+from startrail.agreement.watchdog import Looks
 from startrail.engine import attention
 from startrail.kernels import CpuKernel, cpu
 from startrail.launch.local import run_local
@@ -15,7 +21,7 @@ from startrail.transport import nccl
 from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.helpers import error_of, qkv
-from tests.lazy_stream import LazyEvent, LazyStream
+from tests.lazy_stream import LazyEvent, LazyStream, beside
 from tests.lazy_stream import run as on_stream
 
 
@@ -65,6 +71,57 @@ def test_a_lost_peer_is_found_the_timeout_after_the_device_came_to_its_transfer(
     (text, seconds, _), _ = run_behind(seconds=2.5, timeout=1.5, lost=True)
     assert "did not end within 0:00:01.5" in text
     assert seconds > 3.8
+
+
+@pytest.mark.parametrize("reason", ["the first window", "an error"])
+def test_new_lanes_are_connected_beside_what_the_device_has_to_do(reason, monkeypatch):
+    """Their first transfers, for which the host waits, do not count the time of the work that is queued."""
+    monkeypatch.setattr(nccl, "on_stream", lambda purpose: nullcontext() if purpose is None else beside())
+    monkeypatch.setattr(nccl, "side_stream", lambda device, purpose: purpose if purpose == "connecting" else None)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=2)
+        sequence, inputs = sp.sequence(32), qkv()
+        sequence.attention(*inputs)
+        window = 4 if reason == "the first window" else None
+        if reason == "an error":  # on all ranks, which closes their lanes
+            error_of(lambda: sequence.attention(*qkv(dim=300)))
+        with LazyStream():
+            on_stream(lambda: time.sleep(5))
+            start = time.monotonic()
+            text = error_of(lambda: sequence.attention(*inputs, causal=True, window=window))
+            connected = time.monotonic() - start
+            return text, connected, error_of(sp.check), time.monotonic() - start
+
+    for text, connected, checked, seconds in run_local(on_rank, 2, deadline=60):
+        assert text == checked == "no error", (text, checked)
+        assert connected < 4 < seconds, "the host does not wait for the device"
+
+
+class Posted(NamedTuple):
+    name: str
+    work: object = SimpleNamespace(is_completed=lambda: False)
+
+    def __str__(self):
+        return self.name
+
+
+@pytest.mark.parametrize("order", [("stuck", "not begun"), ("not begun", "stuck")])
+def test_a_stuck_transfer_is_found_behind_one_that_has_not_begun(order):
+    """That one is on another stream of the program, which has much to do."""
+    seconds, aborted = {"stuck": 100.0, "not begun": 0.0}, []
+
+    class Clock(nccl.DeviceClock):
+        def __init__(self, seconds):
+            self._event = None
+            self._since = time.monotonic() - seconds if seconds else math.inf
+
+    transport = object.__new__(nccl.Nccl)
+    transport.device, transport.timeout, transport.aborted = torch.device("cpu"), timedelta(seconds=50), None
+    transport.pending = [nccl.Waiting(Posted(name), Clock(seconds[name])) for name in order]
+    transport.comparisons, transport._looks, transport.abort = (), Looks(), aborted.append
+    transport.check()
+    assert aborted == ["stuck did not end within 0:00:50"]
 
 
 class SlowToCompile(CpuKernel):

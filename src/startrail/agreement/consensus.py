@@ -12,8 +12,9 @@ one of the same call. If it finds one, it aborts its wait and raises the same ``
 
 After an error on any rank, the pending calls of all ranks are useless. A rank that fails writes the reason, which
 aborts the waits of the others, and all start again in the next *epoch*: call 1, nothing agreed on, new lanes. A rank
-that finds itself behind continues in the newest epoch. A rank that the others have given up on, or that has raised
-because of the same failure already, joins them without an error (``RejoinError``):
+that comes later raises for the same reason, be it in its first call of an instance or in any other. A rank that the
+others have given up on, or that has raised because of the same failure already, joins them without an error
+(``RejoinError``):
 
 - the others timed out waiting for it, as they do when its own code raised and it skipped a call;
 - after an error, it is a batch ahead of the others. They see that it has already had their batch, raise, skip that
@@ -49,6 +50,7 @@ from startrail.agreement.ledger import (
     abandon_epoch,
     delete_dropped_keys,
     explain_mismatch,
+    note_epoch,
     shortened,
 )
 from startrail.agreement.readiness import Readiness
@@ -325,6 +327,8 @@ class Consensus:
     def rejoin(self, epoch: int) -> None:
         """Go on in an epoch: nothing has been called there or agreed on."""
         self.epoch, self.current = epoch, StartedCall(epoch, 0, CallRecord())
+        if self.ledger is not None:
+            note_epoch(self.ledger.name, epoch)
         self.recovering, self._num_checks = True, 0
         self._reason = self._suspect = self._source = None
         self._may_rejoin = []
@@ -336,11 +340,9 @@ class Consensus:
         if (newest := ledger.newest_epoch()) <= epoch:
             return None
         failure = ledger.read_failure(epoch)
-        if (
-            failure and failure.partner
-        ):  # before this rank raises: it would go on to the partner's call, and complete it
-            instance, other_epoch, num_sequences = failure.partner
-            abandon_epoch(instance, other_epoch, failure._replace(sequence=num_sequences, partner=None))
+        if failure and failure.partner:  # first: once it raises, this rank would go on to that call, and complete it
+            instance, other, num_sequences = failure.partner
+            note_epoch(instance, abandon_epoch(instance, other, failure._replace(sequence=num_sequences, partner=None)))
         has_just_come = time.monotonic() - self._started < ledger.timeout.total_seconds() / 2
         if (failure and _has_raised(failure)) or (has_just_come and ledger.may_rejoin(epoch)):
             last = ledger.read_failure(newest - 1)
@@ -353,6 +355,7 @@ class Consensus:
     def _blame(self, failure: Failure) -> None:
         """This call is about to fail because of ``failure``, so its source need not raise on this rank any more."""
         self._source = failure.source, failure.source_epoch
+        note_epoch(failure.source, failure.source_epoch + 1)
         source = _instance(failure.source)
         if source is not None and source is not self:
             source._notice_failure()
@@ -374,7 +377,7 @@ class Consensus:
     def _failure_elsewhere(self) -> Exception | None:
         """Why some ranks may never come to a call: they have failed in another instance, unnoticed by this rank."""
         for other in list(_instances):
-            if other is self or other.ledger is None or not other.ledger.is_numbered:
+            if other is self or other.ledger is None or not other.ledger.is_in_use:
                 continue
             if other.ledger.may_rejoin(other._known_epoch):
                 continue
@@ -561,6 +564,7 @@ class _LedgerComparison:
 
     def run(self) -> None:
         consensus, ledger, record, key = self.consensus, self.ledger, self.call.record, self.call.key
+        self._raise_if_abandoned()  # before this rank came
         consensus.write(ledger, key, record, compared=True)
         delete_dropped_keys()  # the other ranks take a moment as well
         failed = True

@@ -22,6 +22,9 @@ from startrail.agreement.errors import PeerError
 from startrail.agreement.waits import rank_names
 
 _dropped: deque[tuple[str, int]] = deque()  # prefixes of keys that this rank does not use any more; ranks that do
+_seen: dict[str, int] = {}  # of instances by name: the first epoch for whose end this rank has not raised or rejoined
+MAX_SEEN = 64  # instances
+KEPT_FAILURES = 16  # epochs whose failures a rank that is late can read
 LONGEST = 600  # characters of a call that a message shows in full
 # One more record in a call's counter, which has 63 bits. Its lower bits are the sum of the records' digests, which have
 # 28 bits, so both fit for 2**17 ranks.
@@ -159,7 +162,8 @@ class CallLedger:
     # --- the instance
 
     def enter(self, epoch: int) -> int:
-        """Before a call in ``epoch``: find out this instance's number. Returns the epoch to go on in."""
+        """Before a call in ``epoch``: find out this instance's number. Returns the epoch to go on in: of an instance
+        that the others have called before, and failed, the first one in which this rank was not."""
         if self.is_numbered:
             return epoch
         name = f"{self.group}/{self.numbers.add('instances', 0)}"
@@ -170,7 +174,7 @@ class CallLedger:
             return epoch
         self.name, self.store = name, PrefixStore(name, default_store())
         self._entries.clear()
-        return self.newest_epoch()
+        return min(self.newest_epoch(), _seen.get(name, 0))
 
     def settle(self) -> None:
         """All ranks have agreed on a call of this instance: its number stays."""
@@ -179,6 +183,12 @@ class CallLedger:
             self.is_numbered = True
             self.drop = finalize(self, _dropped.append, (self.name, self.world))  # garbage collection only takes a note
             self.drop.atexit = False
+
+    @property
+    def is_in_use(self) -> bool:
+        """All ranks have agreed on a call, and this one has not given up its keys: looking at them would make them
+        again after the last rank has deleted them."""
+        return self.is_numbered and self.drop.alive
 
     # --- records
 
@@ -269,18 +279,27 @@ class CallLedger:
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 
 
+def note_epoch(instance: str, epoch: int) -> None:
+    """This rank has raised, or rejoined the others, because of every epoch of an instance before this one. It may make
+    another object for the same instance later: until all ranks agree on a call, they share its number."""
+    _seen[instance] = max(epoch, _seen.pop(instance, 0))
+    while len(_seen) > MAX_SEEN:
+        del _seen[next(iter(_seen))]
+
+
 def abandon_epoch(instance: str, epoch: int, failure: Failure) -> int:
     """Tell all ranks why this one abandons an epoch of an instance, which this process may not have made. Returns the
-    newest epoch. The first failure counts. A rank that comes second finishes what the first has begun: once this has
+    next epoch: if the others have abandoned that as well, this rank's next call is the one in which they did. The first
+    failure counts. A rank that comes second finishes what the first has begun: once this has
     returned, all ranks that look see that the epoch is over."""
     store = PrefixStore(instance, default_store())
-    if (newest := store.add("epoch", 0)) > epoch:
-        return newest
+    if store.add("epoch", 0) > epoch:
+        return epoch + 1
     first = Failure(*json.loads(store.compare_set(f"{epoch}/failure", "", json.dumps(failure))))
     for rank in first.may_rejoin:
         store.set(f"may rejoin/{rank}", str(epoch))
     store.compare_set("epoch", str(epoch), str(epoch + 1))
-    store.delete_key(f"{epoch - 2}/failure")
+    store.delete_key(f"{epoch - KEPT_FAILURES}/failure")
     return epoch + 1
 
 

@@ -30,7 +30,7 @@ from startrail.engine.op_key import DigestRecorder, OpKey, SequenceNumbers, Sequ
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PassRunner, PreparedPass
 from startrail.schedule.values import Pass
 from startrail.transport.counters import Counters
-from startrail.transport.interface import Compare
+from startrail.transport.interface import Compare, unusable
 from startrail.transport.opening import open_transport, transport_class
 from startrail.transport.process_groups import sends_nothing
 
@@ -134,6 +134,7 @@ class Session:
         group = None if self.world == 1 or sends_nothing() else name
         self.consensus = Consensus(group, ranks, rank, settings.timeout, settings.check_every_call)
         self._runner: PassRunner | None = None
+        self._failure = ""  # in a call of this rank since the last check
 
     # --- sequences
 
@@ -206,8 +207,12 @@ class Session:
         """Ranks decide themselves where to continue; a note lets them see if they failed in different batches."""
         self._after_error = error.sequence if isinstance(error, RejoinError) else self._num_started
         self.consensus.abandon(error, self._num_started)
+        is_refused = isinstance(error, ValueError)  # by all ranks, unless the pass has begun
         if self._runner is not None:
+            is_refused &= not self._runner.transport.running
             self._runner.transport.abandon(error)
+        if self.world > 1 and not (is_refused or isinstance(error, RejoinError)):
+            self._failure = f"{type(error).__name__}: {error}"
         self._runner = None  # its lanes may be closed, here and at the peers: the next call opens new ones
         self._last, self._num_started = None, 0
         self._numbers.restart()
@@ -317,10 +322,16 @@ class Session:
     # --- the end
 
     def check(self) -> None:
-        """Wait until all passes so far have completed on all ranks. Raise if any of them was aborted."""
-        if self._runner is not None:
-            with self.call():
-                self._runner.transport.confirm()
+        """Wait until all passes so far have completed on all ranks. Raise if any of them was aborted; also if the last
+        one has failed here, and the program goes on nevertheless: the other ranks may have no other way to know."""
+        try:
+            if self._runner is not None:
+                with self.call():
+                    self._runner.transport.confirm()
+            elif self._failure:
+                raise unusable(self._failure)
+        finally:
+            self._failure = ""
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
@@ -328,10 +339,10 @@ class Session:
         if self.consensus.is_forked:  # the lanes are the parent's
             self.closed = True
             return
-        if error is None:
-            self.check()
-        else:
+        if error is not None:
             self.consensus.abandon(error, self._num_started)
+        elif self._runner is not None:
+            self.check()
         self.closed, runner, self._runner = True, self._runner, None
         if runner is not None:
             runner.transport.close(error)

@@ -40,16 +40,22 @@ def on_this_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.current_stream(device)) if on_gpu else nullcontext()
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream of this process for what the current one must not wait for; None without a GPU."""
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
+    """The stream of this process for one ``purpose``, for which the current one must not wait, or which must not wait
+    for the current one; None without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return None
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+    if (device, purpose) not in _side_streams:
+        _side_streams[device, purpose] = torch.cuda.Stream(device)
+    return _side_streams[device, purpose]
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Makes ``stream`` the current one, if it is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def used_on(x: Tensor, stream: torch.cuda.Stream) -> None:

@@ -25,6 +25,15 @@ ELEMENTS, MERGED_ELEMENTS = 2048, 512
 
 
 @triton.jit
+def _place(heads, rows, ROWS: tl.constexpr):
+    """The batch entry, the head and the rows of this program. All are in the grid's first dimension: the others end at
+    65,535, and a batch may have more entries x heads."""
+    blocks = tl.cdiv(rows, ROWS)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    return pair // heads, pair % heads, (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
 def _weight(lse, top):
     """exp(lse - top): 0 for a row that has seen no key, also if none has."""
     return tl.where(lse == float("-inf"), 0.0, tl.where(lse == top, 1.0, tl.exp(lse - top)))
@@ -38,8 +47,7 @@ def _merge(
 ):  # fmt: skip
     """Merges ``COUNT`` results at once, so that the running result is read and written once. ``FIRST``: no running
     result exists yet. Results beyond ``COUNT`` repeat the first and are not read."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch, head, row = _place(heads, rows, ROWS)
     column = tl.arange(0, DIM)
     here = row < rows
     nothing = float("-inf")
@@ -90,8 +98,7 @@ def _add(
 ):  # fmt: skip
     """Adds ``COUNT`` tensors one after the other, in float32 or wider, and rounds once. The first one, which may be an
     accumulator, has strides of its own."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch, head, row = _place(heads, rows, ROWS)
     column = tl.arange(0, DIM)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
     kind: tl.constexpr = tl.float64 if total.dtype.element_ty == tl.float64 else tl.float32
@@ -115,14 +122,13 @@ def _row_sums(
     dout, out, sums, dout_b, dout_h, dout_r, out_b, out_h, out_r, heads, rows, dim,
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch, head, row = _place(heads, rows, ROWS)
     column = tl.arange(0, DIM)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
     a = tl.load(dout + batch * dout_b + head * dout_h + row[:, None] * dout_r + column[None, :], mask=inside, other=0.0)
     b = tl.load(out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :], mask=inside, other=0.0)
     total = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1)
-    tl.store(sums + tl.program_id(1).to(tl.int64) * rows + row, total.to(sums.dtype.element_ty), mask=row < rows)
+    tl.store(sums + (batch * heads + head) * rows + row, total.to(sums.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit
@@ -130,8 +136,7 @@ def _surrogate_out(
     dout, delta, out, dout_b, dout_h, dout_r, delta_b, delta_h, delta_r, out_b, out_h, out_r, heads, rows, dim, limit,
     PICKS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch, head, row = _place(heads, rows, ROWS)
     column = tl.arange(0, DIM)
     here = row < rows
     inside = here[:, None] & (column < dim)[None, :]
@@ -162,9 +167,9 @@ def _copy_rows(
     """Copies rows (rank, batch, head, row). Of a whole piece, ``places`` (ranks, chunks) says where the row stands."""
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
-    here = index < ranks * batch * heads * rows
     row, head = index % rows, index // rows % heads
     sequence, rank = index // rows // heads % batch, index // rows // heads // batch
+    here = rank < ranks  # the product of all sizes may have more than 32 bits
     to_row, source_row = row, row
     if TO_WHOLE or FROM_WHOLE:
         place = tl.load(places + rank * (rows // chunk) + row // chunk, mask=here, other=0) * chunk + row % chunk
@@ -293,5 +298,5 @@ def _launch(
     batch, heads, rows, dim = x.shape
     padded = triton.next_power_of_2(dim)
     block = min(max(1, elements // padded), triton.next_power_of_2(rows))
-    grid = (triton.cdiv(rows, block), batch * heads)
-    kernel[grid](*arguments, heads, rows, dim, *more, **constants, ROWS=block, DIM=padded)
+    programs = triton.cdiv(rows, block) * batch * heads
+    kernel[(programs,)](*arguments, heads, rows, dim, *more, **constants, ROWS=block, DIM=padded)

@@ -19,8 +19,10 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from startrail.agreement.errors import PeerError
 from startrail.schedule.program import Program
 from startrail.schedule.walk import Message, WalkStep
 
@@ -91,6 +93,15 @@ class Compare(Enum):
     BEFORE = 2
 
 
+def nothing_usable() -> str:
+    """What it means for the program if ``confirm`` raises."""
+    return f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
+
+
+def unusable(reason: object) -> PeerError:
+    return PeerError(f"{nothing_usable()}: {reason}")
+
+
 class Transport:
     """The messages of one ``SequenceParallel`` on one kind of device. This class itself is for a single rank, which has
     no peers: it does nothing.
@@ -98,11 +109,13 @@ class Transport:
     ``posts_receives_early``: a message is sent only once its receive is posted, so the engine posts receives as soon as
     it can. ``has_all_to_all``: one operation can exchange equal parts between all ranks of a lane, a rank's own part
     included. ``compares_on_device``: ranks compare digests of data on a GPU without a host that waits for them.
+    ``running``: a pass has begun and not ended, where an error on one rank leaves the others with wrong results.
     """
 
     posts_receives_early = False
     has_all_to_all = False
     compares_on_device = False
+    running = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

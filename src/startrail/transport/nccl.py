@@ -10,11 +10,11 @@ on the device meanwhile is NaN.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,10 +28,10 @@ from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import Looks, run_within, watch
-from startrail.kernels.device import on_device, on_this_stream, record_event, side_stream, used_on
+from startrail.kernels.device import on_device, on_stream, on_this_stream, record_event, side_stream, used_on
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
-from startrail.transport.interface import Compare, MessageSet, Together
+from startrail.transport.interface import Compare, MessageSet, Together, nothing_usable, unusable
 from startrail.transport.lanes import Lanes, PendingTransfer, call_tag
 
 if TYPE_CHECKING:
@@ -58,13 +58,17 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._event = record_event(device)
-        self._since = time.monotonic() if self._event is None else None
+        self._since = time.monotonic() if self._event is None else math.inf
+
+    def since(self) -> float:
+        """When that was; infinity until the device is there."""
+        if self._event is not None and self._since == math.inf and self._event.query():
+            self._since = time.monotonic()
+        return self._since
 
     def seconds(self) -> float:
         """0 until the device is there."""
-        if self._since is None and self._event is not None and self._event.query():
-            self._since = time.monotonic()
-        return 0.0 if self._since is None else time.monotonic() - self._since
+        return max(0.0, time.monotonic() - self.since())
 
 
 class Link(NamedTuple):
@@ -145,10 +149,10 @@ class DeviceComparison(DigestComparison):
     def start_read(self) -> None:
         """Copy the result to the host, on a stream of its own: it needs all ranks to have begun the pass, for which
         nothing else on this rank's device should wait."""
-        stream = side_stream(self.device)
+        stream = side_stream(self.device, "reading")
         if stream is not None:
             used_on(self.extremes, stream)
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with on_stream(stream):
             self.work.wait()
             self.extremes = self.extremes.to("cpu", non_blocking=True)
             self._event = record_event(self.device)
@@ -235,7 +239,6 @@ class Nccl(Batches):
         self.pending: deque[Waiting] = deque()  # transfers
         self.comparisons: deque[DeviceComparison] = deque()
         self._looks = Looks()
-        self.running = False  # a pass has begun and not ended
         super().__init__(*arguments)
         watch(self)
 
@@ -244,13 +247,17 @@ class Nccl(Batches):
             check_error_handling()
         super()._open_lanes()
         self.all_ranks = self._open_group(self.ranks, "all", 1)
-        self._connect(links_used(self.programs))
+        with on_stream(side_stream(self.device, "connecting")):
+            self._connect(links_used(self.programs))
 
     # --- connections
 
     def _connect(self, links: Sequence[Link]) -> None:
         """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
-        inside a pass, that would wait for ranks that are late."""
+        inside a pass, that would wait for ranks that are late.
+
+        The host waits for the end, so this runs on a stream with nothing else before it: the program's may have minutes
+        of work, which is no one's delay."""
         outgoing, incoming = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
         comparisons: list[DeviceComparison] = []
 
@@ -276,8 +283,9 @@ class Nccl(Batches):
 
     def _connect_lane(self, lane: int) -> None:
         """Make the communicator now: inside a pass, that would wait for late ranks."""
-        flag = [torch.zeros(1, device=self.device)]
-        self._reach({self.names[lane]: partial(self.lanes[lane].group.allreduce, flag, dist.AllreduceOptions())})
+        with on_stream(side_stream(self.device, "connecting")):
+            flag = [torch.zeros(1, device=self.device)]
+            self._reach({self.names[lane]: partial(self.lanes[lane].group.allreduce, flag, dist.AllreduceOptions())})
 
     def _reach(self, starts: Mapping[str, Callable[[], dist.Work]]) -> None:
         """Start the first transfers to each target and wait for all. Raises ``PeerError`` if one fails or is late."""
@@ -365,15 +373,14 @@ class Nccl(Batches):
                 self._compare_and_wait(call_tag(check) + 2)  # unlike the digests of calls
         except RuntimeError as failure:
             error = failure
-        what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
         try:
             if self.consensus.decide(error is None) and has_results:
                 return
         except PeerError as unknown:
-            raise PeerError(f"{what}: {error or unknown}") from unknown
-        explained = self.explain_wait(what, error or RuntimeError("another rank has dropped it"))
+            raise unusable(error or unknown) from unknown
+        explained = self.explain_wait(nothing_usable(), error or RuntimeError("another rank has dropped it"))
         if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
-            explained = PeerError(f"{what}: {explained}")
+            explained = unusable(explained)
         raise explained from error
 
     def _wait_for_device(self) -> None:
@@ -460,10 +467,10 @@ class Nccl(Batches):
             if mismatch := next((each for each in list(self.comparisons) if each.is_mismatch()), None):
                 self._abort_mismatch(mismatch)
                 return
-            posted = [*self.pending, *(Waiting(each, each.begun) for each in self.comparisons)]
+            posted = [*self.pending, *(Waiting(each, each.begun) for each in list(self.comparisons))]
             unfinished = [each for each in posted if not self._is_done(each.operation)]
-            if unfinished and not self.aborted:
-                self._check_wait(unfinished[0])
+            if unfinished and not self.aborted:  # with several streams, the device may have come to a later one first
+                self._check_wait(min(unfinished, key=lambda each: each.begun.since()))
 
     def _check_wait(self, oldest: Waiting) -> None:
         """End a wait that has become too long, or that can never end by itself."""
