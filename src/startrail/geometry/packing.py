@@ -54,7 +54,8 @@ def pack(
 ) -> Packing:  # fmt: skip
     """Pack the documents with these ``lengths``, a global batch, into sequences of at most ``ranks * tokens_per_rank``
     tokens for ``groups`` data-parallel groups of ``ranks`` ranks. All groups compute equally many sequences, as few as
-    possible. Documents are not cut, and all groups get the same answer without communicating.
+    possible; if there are more of these than documents, some are empty. Documents are not cut, and all groups get the
+    same answer without communicating.
 
     Here, eight tokens fit into a sequence. The document of 8 has work 8 + 8²/4 = 24 and takes a sequence alone. The
     other group then computes those of 5 and 2 tokens, with 11.25 + 3, because no other sequence comes closer to 24:

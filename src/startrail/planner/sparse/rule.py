@@ -123,7 +123,8 @@ def links_of(cluster: ClusterSpec | None) -> Links:
     """
     if cluster is None:
         return ()
-    dtype, rates = next(iter(cluster.device.rates.items()))
+    dtype = next(name for name in ("bfloat16", "float16", "float32") if name in cluster.device.rates)
+    rates = cluster.device.of(dtype)
     pair = 4 / rates.speed("forward", False, HEAD_DIM, TILE) + 10 / rates.speed("backward", False, HEAD_DIM, TILE)
     pair *= max(1.0, cluster.world / cluster.cores) if cluster.cores else 1.0
     token = 6 * DTYPES[dtype]  # bytes, keys and values twice and their gradients; per width of a head, as for pairs
