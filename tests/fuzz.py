@@ -347,6 +347,8 @@ def test_random_cases_cover_every_feature():
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
+    slices = [case for case in cases if case.slices and not (case.causal or case.window or case.documents)]
+    assert sum(not visible_pairs(case).any(1).all() for case in slices) > 15, "rows that see nothing"
     for name in (
         "chunk",
         "blocks",

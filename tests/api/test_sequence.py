@@ -1,5 +1,8 @@
 """Layers share the work of one sequence, and ranks with different sequences raise."""
 
+import gc
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,10 @@ import torch.distributed as dist
 import startrail
 from startrail._compat import PrefixStore
 from startrail.agreement.ledger import CallLedger
+from startrail.compile.call import CompiledCall
+from startrail.compile.problem import Split
+from startrail.engine.batch import PREPARED_CALLS
+from startrail.engine.session import RECENT_BATCHES
 from startrail.geometry import blocks
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
@@ -196,3 +203,40 @@ def test_roll_keeps_the_dtype_and_refuses_a_fill_value_that_it_does_not_hold():
     assert sequence.roll(ids, 1, 0, fill_value=7).dtype == torch.int16
     with pytest.raises(ValueError, match=r"fill_value=0.5 is not a value of torch.int16"):
         sequence.roll(ids, 1, 0, fill_value=0.5)
+
+
+def test_a_sequence_that_is_used_again_keeps_few_of_many_masks():
+    """Memory would grow with every new window, sink or scale."""
+    sequence, q = startrail.SequenceParallel("1x1").sequence(512), qkv(512)
+    counts = []
+    for window in range(1, 401):
+        sequence.attention(*q, causal=True, window=window)
+        if window % 100 == 0:
+            gc.collect()
+            counts.append(sum(isinstance(each, CompiledCall) for each in gc.get_objects()))
+    assert 0 < max(counts) <= PREPARED_CALLS + RECENT_BATCHES, counts
+
+
+def test_other_threads_make_sequences_while_one_with_many_documents_is_laid_out(monkeypatch):
+    """A million documents take a while, in which layers must be able to run."""
+    begun, may_go = threading.Event(), threading.Event()
+    layout_of = Split.layout_of
+
+    def slow(split, boundaries):
+        if boundaries.documents[-1] == 77:
+            begun.set()
+            assert may_go.wait(10)
+        return layout_of(split, boundaries)
+
+    monkeypatch.setattr(Split, "layout_of", slow)
+    sp, made = startrail.SequenceParallel("1x1"), []
+    loader = threading.Thread(target=lambda: made.append(sp.sequence(77, [0, 30, 77]).attention(*qkv(77))))
+    loader.start()
+    assert begun.wait(10)
+    sequence = sp.sequence(16)
+    sequence.shard(torch.arange(16), 0)
+    sequence.attention(*qkv())
+    assert loader.is_alive()
+    may_go.set()
+    loader.join()
+    assert len(made) == 1

@@ -72,6 +72,34 @@ class ViT(nn.Module):
         return self.head(x[:, 0] + x.mean(1))
 
 
+class Pyramid(nn.Module):
+    """The same blocks on all tokens, on means of two, and on all again. Levels or blocks are recomputed, and a stem."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.words = nn.Embedding(VOCAB, WIDTH)
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.levels = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = checkpoint(self.stem, x, use_reentrant=False) if self.recompute else self.stem(x)
+        x = self.level(self.levels[0], x)
+        pooled = self.level(self.levels[1], x.unflatten(1, (-1, 2)).mean(2))
+        return self.level(self.levels[0], x + pooled.repeat_interleave(2, 1))
+
+    def level(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        if self.recompute == "levels":
+            return checkpoint(self.run, blocks, x, use_reentrant=False)
+        return self.run(blocks, x)
+
+    def run(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute == "blocks" else block(x)
+        return x
+
+
 def encoder(batch_first: bool = True) -> nn.Module:
     """torch's own, which calls attention inside ``F.multi_head_attention_forward``."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=batch_first)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from startrail.launch.local import run_local
 from tests.helpers import FULL, gradient_mistakes
 from tests.integrations import tiny_diffusers
 from tests.integrations.one_process import ordinary
-from tests.integrations.plain_modules import GPT
+from tests.integrations.plain_modules import GPT, Pyramid
 from tests.integrations.split_runs import spread
 from tests.integrations.tiny import gradients, tiny
 
@@ -43,6 +44,20 @@ def plain_module(recompute):
     return spread(GPT(recompute)).double(), modules.attach, None, loss_of
 
 
+def pyramid(how, attention="auto"):
+    """Several regions in one call, of different numbers of tokens."""
+
+    def make(recompute):
+        def loss_of(model, sp, size):
+            ids = torch.arange(2 * (24 + 2 * size)).view(2, -1) * 7 % 31
+            return model(ids).square().mean()
+
+        attach = partial(modules.attach, attention=attention)
+        return spread(Pyramid(how if recompute else "")).double(), attach, None, loss_of
+
+    return make
+
+
 def image_model(name, shape):
     def make(recompute):
         model, batch = getattr(tiny_diffusers, name)()
@@ -64,6 +79,12 @@ def image_model(name, shape):
 MAKES = {
     "llama": language_model,
     "gpt": plain_module,
+    "pyramid, blocks": pyramid("blocks"),
+    "pyramid, levels": pyramid("levels"),
+    "pyramid, levels, attention": pyramid(
+        "levels", [f"levels.{level}.{block}.attention" for level in range(2) for block in range(2)]
+    ),
+    "chroma": image_model("chroma", lambda size: (1, 25 + size, 4)),
     "wan": image_model("wan", lambda size: (1, 4, 3 + size, 6, 6)),
     "flux": image_model("flux", lambda size: (1, 25 + size, 4)),
     "dit": image_model("dit", lambda size: (2, 4, 10, 10)),

@@ -50,6 +50,18 @@ def flux_of_one_head() -> Made:
     return flux(batch=4, text=1, image=13, heads=1)
 
 
+def chroma() -> Made:
+    """25 image tokens next to 7 of text in the first block, 32 of both in the second: tokens are split twice."""
+    model = diffusers.ChromaTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_num_channels=8, approximator_hidden_dim=16,
+        approximator_layers=1,
+    )  # fmt: skip
+    ids = dict(img_ids=torch.randint(0, 5, (25, 3)).float(), txt_ids=torch.zeros(7, 3))
+    tokens = dict(hidden_states=torch.randn(1, 25, 4), encoder_hidden_states=torch.randn(1, 7, 32))
+    return model, dict(tokens, timestep=torch.rand(1), **ids)
+
+
 def wan() -> Made:
     """A video of 27 tokens; text is in cross-attention."""
     model = diffusers.WanTransformer3DModel(

@@ -443,9 +443,7 @@ def _notes(result: SearchResult) -> Iterator[str]:
     if result.peers:
         others = ", ".join(f"{seconds_text(row.seconds)} {row.role}" for row in result.peers)
         yield f"Ring Attention as others run it: {others}."
-    if result.missing:
-        reasons = (f"{_with_role(known.plan, known.role)}: {known.reason}" for known in result.missing)
-        yield f"Cannot be used: {'; '.join(reasons)}."
+    yield from _unusable(result)
     if result.dropped:
         reasons = (f"{count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items())
         yield f"Dropped: {'; '.join(reasons)}."
@@ -461,6 +459,17 @@ def _notes(result: SearchResult) -> Iterator[str]:
     if result.possible_gain > 0.005:
         effort += f"; no other can be more than {result.possible_gain:.1%} faster"
     yield f"{effort}."
+
+
+def _unusable(result: SearchResult) -> Iterator[str]:
+    """The well-known plans that cannot be used. Those that need too much memory share a sentence."""
+    titles = {known: _with_role(known.plan, known.role) for known in result.missing}
+    if reasons := [f"{title}: {known.reason}" for known, title in titles.items() if not known.memory]:
+        yield f"Cannot be used: {'; '.join(reasons)}."
+    if needed := [(title, bytes_text(known.memory)) for known, title in titles.items() if known.memory]:
+        (title, first), *others = needed
+        limit, rest = bytes_text(result.best.step.memory.limit), "".join(f", {each} {more}" for each, more in others)
+        yield f"Cannot be used with {limit} per device: {title} needs {first}{rest}."
 
 
 def _warnings(result: SearchResult) -> Iterator[str]:

@@ -93,11 +93,13 @@ def with_more_channels(plan: Plan, cluster: ClusterSpec) -> Iterator[Plan]:
 
 
 class WellKnown(NamedTuple):
-    """A plan that people ask for by name, and the reason why it cannot be used here (else ``""``)."""
+    """A plan that people ask for by name, and the reason why it cannot be used here (else ``""``). ``memory``: the
+    bytes per device that it needs, if they are the reason."""
 
     role: str
     plan: str
     reason: str = ""
+    memory: float = 0.0
 
 
 def well_known(cluster: ClusterSpec, kv_heads: int) -> Iterator[WellKnown]:

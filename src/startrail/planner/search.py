@@ -284,19 +284,20 @@ class _Search:
         return fitting[0] if fitting else min(self.rows, key=lambda row: row.seconds).training
 
     def add_well_known(self, known: WellKnown, training: Training) -> None:
-        reason, plan = known.reason, Plan.parse(known.plan)
+        reason, plan, needed = known.reason, Plan.parse(known.plan), 0.0
         if not reason:
             try:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
+                    needed = memory.total
                     reason = f"needs {bytes_text(memory.total)}, more than the limit of {bytes_text(memory.limit)}"
                     if plan.family.is_papers:
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
                 reason = error.problem.removeprefix(f"plan {plan}: ") if isinstance(error, PlanError) else str(error)
         if reason:
-            self.missing.append(known._replace(reason=reason))
+            self.missing.append(known._replace(reason=reason, memory=needed))
             return
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:

@@ -12,14 +12,14 @@ ranks is right for all parameters, those of the blocks, which see some tokens, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from startrail._compat import in_backward, tree_flatten, tree_unflatten
+from startrail._compat import in_backward, tree_flatten, tree_leaves, tree_unflatten
 from startrail.agreement.gather import gather_texts
 from startrail.integrations.splitting.calls import (
     AttentionMode,
@@ -73,17 +73,33 @@ class AttachedModule:
         self.tried: dict[_Key, tuple[int, int]] = {}
         self.text_order: StreamPart | None = None  # of text and tokens in joint attention
         self.call: Call | None = None  # that runs
-        self.recomputed: Streams | None = None  # of the call whose backward pass runs
+        self._opened = _Opened()  # in the call whose backward pass runs
+        self._again: Streams | None = None  # of what is recomputed
         self._where = _Where.OUTSIDE
 
     def __deepcopy__(self, memo: object) -> AttachedModule:
         return self
 
     def current(self) -> Streams | None:
-        """The streams of the call that is running, or that is recomputed in the backward pass."""
+        """The streams of the call that is running, or of the part that is recomputed in the backward pass."""
         if self.call is not None:
             return self.call.streams
-        return self.recomputed if in_backward() else None
+        return self._again if in_backward() else None
+
+    def begin_backward(self, opened: _Opened) -> None:
+        """From now on, what is recomputed belongs to the call in which these streams were opened."""
+        self._opened, self._again = opened, opened.last
+
+    @contextmanager
+    def recomputing(self, place: _Key) -> Iterator[None]:
+        """In the backward pass, the streams inside are those in which a module ran at this ``place``."""
+        before = self._again
+        if self.call is None and in_backward():
+            self._again = self._opened.at(place)
+        try:
+            yield
+        finally:
+            self._again = before
 
     def blocks(self) -> list[str]:
         """The names of the blocks that attend, as far as they have run."""
@@ -109,14 +125,17 @@ class AttachedModule:
                     "and counts gradients once"
                 )
             return _run_attention(block, *args, **kwargs)
-        with self.within(_Where.BLOCK):
+        with self.within(_Where.BLOCK), ExitStack() as inside:
             leaves, spec = tree_flatten((args, kwargs))
-            key = _key(block, leaves, spec)
+            place, key = _place(block, leaves), _key(block, leaves, spec)
+            inside.enter_context(self.recomputing(place))
             plan = self._plan(key, block, leaves, spec)
+            if self.splits_blocks and plan is not None:
+                self._split_arguments(block._startrail_name, plan, leaves)
+            if self.call is not None:
+                self.call.opened.note(place, self.call.streams)
             if plan is None:
                 return self._run_other(block, args, kwargs)
-            if self.splits_blocks:
-                self._split_arguments(block._startrail_name, plan, leaves)
             self._try_length(key, plan, block, leaves, spec)
             args, kwargs = tree_unflatten(leaves, spec)
             with AttentionMode(_unknown_attention):
@@ -259,19 +278,44 @@ class AttachedModule:
         return out if call.q.dim() == 4 else out.squeeze(1)
 
 
+class _Opened:
+    """The streams that a call has opened, and in which of them its modules ran. A call may split tokens several times,
+    and other numbers of them: those of an image next to text, then both as one sequence."""
+
+    def __init__(self) -> None:
+        self.last: Streams | None = None
+        self._at: dict[_Key, Streams | None] = {}
+        self._unclear: set[_Key] = set()  # where a module ran in several, of different sizes
+
+    def note(self, place: _Key, streams: Streams | None) -> None:
+        """A module runs on the tokens of ``streams``, or outside of all."""
+        known = self._at.setdefault(place, streams)
+        if (known and known.sizes) != (streams and streams.sizes):
+            self._unclear.add(place)
+
+    def at(self, place: _Key) -> Streams | None:
+        """The streams of a module that is recomputed."""
+        if place in self._unclear:
+            raise RefusedError(
+                f"{place[0]}: is recomputed, but ran on different numbers of tokens in one call, which cannot be told "
+                "apart: turn off gradient checkpointing for it"
+            )
+        return self._at.get(place, self.last)
+
+
 class Call:
     """One call of an attached module, from its arguments to its results."""
 
     def __init__(self, attached: AttachedModule, inputs: dict[str, Tensor]) -> None:
         self._attached, self._inputs = attached, inputs
         self.streams: Streams | None = None  # while tokens are split
-        self.last: Streams | None = None  # of the tokens that were split last
+        self.opened = _Opened()
         self.end: tuple[object, ...] | None = None  # identifies the tokens that the last block returned
         self.outside = Outside(lambda: attached._where is _Where.OUTSIDE)
 
     def open(self, tokens: int, text: int) -> Streams:
         """Split the tokens from now on."""
-        streams = self.streams = self.last = Streams(self._attached.sp, tokens, text, self._attached.whole_text)
+        streams = self.streams = self.opened.last = Streams(self._attached.sp, tokens, text, self._attached.whole_text)
         for x in self._inputs.values():
             self._attached.sp._session.record_digest(streams.sequence._state, x)
         return streams
@@ -292,7 +336,7 @@ class Call:
                 f"attention=[...]; {by_itself(world)}"
             )
         whole = self.outside.attention
-        if self.last is None:
+        if self.opened.last is None:
             where = f", and {whole[0][0]} attends outside of lists of blocks" if whole else ""
             raise RefusedError(
                 f"{name}: no block calls F.scaled_dot_product_attention{where}. Blocks are the modules of a ModuleList "
@@ -300,7 +344,7 @@ class Call:
             )
         self.outside.check(module, output, self._attached.blocks(), world)
         for caller, count in whole:
-            if self._attached.strict and 2 * count > self.last.tokens:
+            if self._attached.strict and 2 * count > self.opened.last.tokens:
                 raise RefusedError(
                     f"{caller}: attends to {count} tokens, but is not in a list of blocks, and would run whole on "
                     f"every rank: name the modules to split in attention=[...]; {by_itself(world)}"
@@ -317,23 +361,34 @@ def _unknown_attention(call: TorchCall) -> Tensor:
     raise RefusedError(f"{name_of_caller()}: calls attention differently than when its block was first called")
 
 
+def _place(module: Any, leaves: list[Any]) -> _Key:
+    """A module with the shapes of its arguments, which are the same when it is recomputed."""
+    return module._startrail_name, *(x.shape for x in leaves if isinstance(x, Tensor))
+
+
 # --- wrapped modules
 
 
 def _run_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that attends inside a block."""
     attached: AttachedModule = module._startrail
-    streams = attached.current()
-    if streams is None or attached._where is _Where.TRIAL or "_startrail_kinds" not in module.__dict__:
+    if attached._where is _Where.TRIAL or "_startrail_kinds" not in module.__dict__:
         return inner_forward(module)(*args, **kwargs)
-    kinds = iter(module._startrail_kinds)
+    place = _place(module, tree_leaves((args, kwargs)))
+    with attached.recomputing(place):
+        streams = attached.current()
+        if streams is None:
+            return inner_forward(module)(*args, **kwargs)
+        if attached.call is not None:
+            attached.call.opened.note(place, streams)
+        kinds = iter(module._startrail_kinds)
 
-    def attend(call: TorchCall) -> Tensor:
-        kind = next(kinds, None)
-        return _unknown_attention(call) if kind is None else attached.attend(call, kind, module, streams)
+        def attend(call: TorchCall) -> Tensor:
+            kind = next(kinds, None)
+            return _unknown_attention(call) if kind is None else attached.attend(call, kind, module, streams)
 
-    with AttentionMode(attend):
-        return inner_forward(module)(*args, **kwargs)
+        with AttentionMode(attend):
+            return inner_forward(module)(*args, **kwargs)
 
 
 def run_block(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -365,10 +420,10 @@ def run_root(module: Any, *args: Any, **kwargs: Any) -> Any:
     attached.first_steps.check_random(random)
     if checks_step:
         check_nothing_kept(module)
-    return _shares(attached, call.last, type(module).__name__, output, checks_step)
+    return _shares(attached, call.opened, type(module).__name__, output, checks_step)
 
 
-def _shares(attached: AttachedModule, streams: Streams | None, name: str, output: Any, checks_step: bool) -> Any:
+def _shares(attached: AttachedModule, opened: _Opened, name: str, output: Any, checks_step: bool) -> Any:
     """The results, whose gradients are divided by the number of ranks."""
     leaves, spec = tree_flatten(output)
     for index, x in enumerate(leaves):
@@ -377,7 +432,7 @@ def _shares(attached: AttachedModule, streams: Streams | None, name: str, output
                 f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them"
             )
         if isinstance(x, Tensor) and x.requires_grad:
-            leaves[index] = _Share.apply(x, attached, streams, name if checks_step else None)
+            leaves[index] = _Share.apply(x, attached, opened, name if checks_step else None)
     return tree_unflatten(leaves, spec)
 
 
@@ -389,13 +444,13 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attached: AttachedModule, streams: Streams | None, name: str | None) -> Tensor:
-        ctx.attached, ctx.streams, ctx.name = attached, streams, name
+    def forward(ctx: Any, x: Tensor, attached: AttachedModule, opened: _Opened, name: str | None) -> Tensor:
+        ctx.attached, ctx.opened, ctx.name = attached, opened, name
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.attached.recomputed = ctx.streams
+        ctx.attached.begin_backward(ctx.opened)
         if ctx.name is not None:
             ctx.attached.first_steps.check_gradient(ctx.name, grad)
         return grad / ctx.attached.sp.world, None, None, None

@@ -56,6 +56,11 @@ class Streams:
         self._own_text = torch.tensor(self._text_of_ranks[sp.rank] or [0] * bool(text), dtype=torch.long)
         self._own_tokens = torch.tensor(own_tokens or [0])
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of tokens and of text."""
+        return self.tokens, self.text
+
     def whole(self, part: StreamPart) -> int:
         """The number of rows on one process."""
         return {StreamPart.TOKENS: self.tokens, StreamPart.TEXT: self.text}.get(part, self.tokens + self.text)
