@@ -58,7 +58,8 @@ def train(number: int, length: int, plan: str, rank: int) -> Found:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    memory, seen, placing, steps = [], set(), 0.0, 0.0
+    memory: list[int] = []
+    seen, placing, steps = set(), 0.0, 0.0
     for index, documents in enumerate(batches(number, length, sp.world)):
         seen.add(documents)
         dist.barrier()
