@@ -31,7 +31,7 @@ from startrail.planner.expanding import Expanding
 from startrail.planner.live.choose import choose
 from startrail.planner.live.measure import measure_shares
 from startrail.planner.live.placement import find_machine
-from startrail.planner.sparse.rule import described_for, rule_for, scan_rule
+from startrail.planner.sparse.rule import described_for, links_of, rule_for, scan_rule
 from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -119,8 +119,9 @@ class SequenceParallel:
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = rule_for(described, self.world)
         sparse_rule, in_rank_order = bool(sparse) and rule, False
-        split = Split(self.plan, self.world, layout, sparse_rule, in_rank_order, scan_rule(rule), shortest_piece)
         known = described_for(described, self.world)
+        about = scan_rule(rule), shortest_piece, links_of(known)
+        split = Split(self.plan, self.world, layout, sparse_rule, in_rank_order, *about)
         self._expanding = None if known is None else Expanding(known)
         self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)
         if windows:

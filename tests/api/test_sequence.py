@@ -174,6 +174,28 @@ def test_the_simulator_decides_where_a_cluster_is_described(monkeypatch):
         assert "as simulated on lab" in problem and "rank 0" in problem
 
 
+def test_documents_are_placed_by_the_described_cluster(monkeypatch):
+    """Ranks whose descriptions differ, and who might place documents elsewhere, raise."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("STARTRAIL_CLUSTER")
+    documents = (0, 3000, 5600, 8200, 9000)
+
+    def on_rank(rank):
+        texts, tokens = [], []
+        for cluster in (None, "h100-8x8", "boxes-10gbe"):
+            sp = startrail.SequenceParallel("1x2/1x2", cluster=cluster, sparse=False)
+            texts.append(str(sp._session.settings.split))
+            tokens.append(sp.sequence(9000, documents).local)
+        other = startrail.SequenceParallel("1x2/1x2", cluster="lab" if rank else None, sparse=False, timeout=30)
+        sequence = other.sequence(64, (0, 60, 64))
+        return texts, tokens, error_of(lambda: sequence.attention(*qkv(sequence.local), causal=True))
+
+    for (default, fast, slow), tokens, problem in run_local(on_rank, 4, deadline=60):
+        assert "links" not in default and "links 4: " in fast and "links 2: " in slow
+        assert all(2250 <= each < 2400 for each in tokens)
+        assert "links" in problem and "rank 0" in problem
+
+
 def test_roll_keeps_the_dtype_and_refuses_a_fill_value_that_it_does_not_hold():
     sequence = startrail.SequenceParallel("1x1").sequence(4)
     assert sequence.roll(torch.tensor([True, True, False, True]), -1, 0).tolist() == [True, False, True, False]

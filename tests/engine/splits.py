@@ -3,6 +3,7 @@ attention; and how to run them on local ranks."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ import startrail
 from startrail.compile.problem import Boundaries, Split
 from startrail.compile.scan import Scan
 from startrail.geometry.layout import weights_of
+from startrail.planner.sparse.rule import described_for, links_of
 from startrail.schedule.plan import Plan
 
 PLANS = {
@@ -37,7 +39,8 @@ class SplitCase(NamedTuple):
 
     @property
     def split(self) -> Split:
-        return Split(Plan.parse(self.plan), self.world, self.layout)
+        described = described_for(os.environ.get("STARTRAIL_CLUSTER", ""), self.world)
+        return Split(Plan.parse(self.plan), self.world, self.layout, links=links_of(described))
 
     @property
     def boundaries(self) -> Boundaries:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import startrail
 from startrail.geometry.distributions import document_lengths
-from startrail.geometry.packing import PackedSampler, pack
+from startrail.geometry.packing import EVEN, PackedSampler, _pack, _spread, pack
 from tests.helpers import ROOT
 from validation.packing import efficiencies
 
@@ -44,6 +44,30 @@ def test_documents_that_nearly_fill_their_sequences_get_more_of_them():
     assert len(packing.steps) == 3 and str(packing) == (
         "3 documents in 3 x 1 sequences, 62% of 8 tokens filled, groups work 100% of the time"
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_are_as_few_as_fit(seed):
+    """Each document goes where there is least weight and room; with one pass fewer, there would be no room."""
+    chance = random.Random(seed)
+    groups, capacity = chance.choice([1, 2, 5]), 100
+    least = chance.choice([1, 20, 51])
+    lengths = [chance.randint(least, chance.choice([least, 60, capacity])) for _ in range(chance.randint(groups, 200))]
+    passes = len(pack(lengths, 4, 25, groups=groups).steps)
+    assert passes == 1 or _pack(lengths, range(len(lengths)), groups, passes - 1, capacity, EVEN) is None
+    sizes = sorted(lengths, reverse=True)
+    weights = [chance.choice([1.0, float(size), size * size / 7]) for size in sizes]
+    for bins in (groups * passes, len(sizes)):
+        filled, expected = [(0.0, 0, at) for at in range(bins)], [[] for _ in range(bins)]
+        for place, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+            fitting = [each for each in filled if each[1] + size <= capacity]
+            if not fitting:
+                expected = None
+                break
+            before, tokens, at = min(fitting)
+            filled[at] = before + weight, tokens + size, at
+            expected[at].append(place)
+        assert _spread(sizes, weights, bins, capacity) == expected
 
 
 @pytest.mark.parametrize("name", ["pretraining", "agents"])

@@ -123,6 +123,14 @@ def test_what_is_spread_outside_counts_as_work_inside():
     assert inside.time < 1.1 * 100 * mean < 110 * alone.time
 
 
+@pytest.mark.parametrize("kind", ["agents", "pretraining"])
+def test_slow_links_carry_less_and_fast_ones_even_out_the_work(kind):
+    slow, fast = ([measure(batch(kind, 4, 8192, seed), 4, "1x4/1x8", ((8, fetch), (1, 50.0))) for seed in range(SEEDS)]
+                  for fetch in (30_000.0, 30.0))  # fmt: skip
+    assert sum(each.outer for each in slow) < 0.8 * sum(each.outer for each in fast)
+    assert sum(each.work for each in slow) > sum(each.work for each in fast)
+
+
 def test_the_shortest_piece_is_a_choice():
     documents = batch("books", 1, 8192, 1)
     for floor in (64, 2048):

@@ -7,8 +7,10 @@ import pytest
 
 from startrail.cli import main
 from startrail.planner.answer import plan
+from startrail.planner.cluster import SlowMember, read_cluster
 from startrail.planner.sparse.documents import MAX_DOCUMENTS, document_ends
 from startrail.planner.sparse.predict import predict_call
+from startrail.planner.sparse.rule import links_of
 from startrail.planner.workload import Run, find_model
 
 SMALL = "a100-4x8@2x4"
@@ -61,6 +63,22 @@ def test_lengths_are_repeated_and_cut():
     assert document_ends((), 12) == ()
     assert document_ends("agents", 300_000)[-1] == 300_000
     assert len(document_ends((1,), MAX_DOCUMENTS)) == MAX_DOCUMENTS + 1
+
+
+def test_the_links_that_documents_are_placed_by():
+    """Per width of a head, a query-key pair takes 2 ps, and a token has 24 bytes in float32. A node gets 12 GB/s, a GPU
+    48: 2 and 0.5 ns. Slow nodes bind all; GPUs that share two cores take four times as long for a pair."""
+    device = dict(name="d", memory="1 GB", reserved="0 GB", copy="1 GB/s", call="1 us", post="1 us", start="1 us")
+    rates = dict(peak="20 TFLOP/s", matmul="10 TFLOP/s", forward=[[1, "4 TFLOP/s"]], backward=[[1, "10 TFLOP/s"]])
+    levels = [
+        dict(name="node", size=2, bandwidth="12 GB/s", links="member", latency="1 us"),
+        dict(name="gpu", size=4, bandwidth="48 GB/s", links="device", latency="1 us"),
+    ]
+    cluster = read_cluster(dict(device={**device, "float32": rates}, levels=levels), "mine", "mine.toml")
+    assert links_of(cluster) == ((4, 1000.0), (1, 250.0))
+    assert links_of(replace(cluster, slow=(SlowMember(0, 1, bandwidth=0.5),)))[0] == (4, 2000.0)
+    assert links_of(replace(cluster, cores=2)) == ((4, 250.0), (1, 62.5))
+    assert links_of(None) == ()
 
 
 def test_documents_change_times_bytes_and_the_answer_says_what_runs(tmp_path, capsys):

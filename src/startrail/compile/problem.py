@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from startrail.geometry.layout import Layout, Zone
 from startrail.geometry.mask import Mask
 from startrail.geometry.pieces import LinkCost
-from startrail.geometry.zones import ZoneLevel, make_layout, predicted
+from startrail.geometry.zones import NEIGHBOURS, ZoneLevel, make_layout, predicted
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, closed_form, programs_inside
 from startrail.schedule.sizes import Sizes
@@ -28,6 +28,7 @@ SHARES = dict(
     q=1, kv=2, out=1, do=1, dq=1, dkv=2
 )  # sizes of pieces, in those of a token's queries, with as many kv heads
 
+Links = tuple[tuple[int, float], ...]
 # Given a zone, a mask and the sizes of the zone's plan: is fetching on demand better? None: bytes decide.
 Rule = Callable[[Zone, Mask, Sizes], bool | None]
 # Given how a sequence is split, and a scan: do ranks of a node share units of states? None: hops decide.
@@ -86,7 +87,9 @@ class Split:
     """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, and
     ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on
     demand instead of running the plan, or the rule that decides. ``scan`` decides how states travel.
-    ``shortest_piece``: documents are not cut into shorter pieces, if that can be helped.
+    ``shortest_piece``: documents are not cut into shorter pieces, if that can be helped. ``links``: of each level of
+    the machine, outermost first, the ranks of a member, and what a token costs to enter one (``LinkCost.fetch``); by
+    default those of `zone_levels`.
 
     >>> split = Split(Plan.parse("1x2"), 2)
     >>> split.layout_of(Boundaries((0, 7))).table
@@ -100,10 +103,11 @@ class Split:
     in_rank_order: bool = False
     scan: ScanRule | None = None
     shortest_piece: int | None = None
+    links: Links = ()
 
     @cached_property
     def _levels(self) -> list[ZoneLevel]:
-        levels = zone_levels(self.plan, self.world)
+        levels = zone_levels(self.plan, self.world, self.links)
         return [level.in_rank_order() for level in levels] if self.in_rank_order else levels
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
@@ -127,16 +131,23 @@ class Split:
         if self.sparse is not True:
             text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
         text += f", pieces of at least {self.shortest_piece}" if self.shortest_piece else ""
+        if self.links:
+            text += f", links {', '.join(f'{ranks}: {fetch:g}' for ranks, fetch in self.links)}"
         return text + (", windows=True" if self.in_rank_order else "")
 
 
-def zone_levels(plan: Plan, world: int) -> list[ZoneLevel]:
-    """The levels at which ranks can share tokens, with what transfers cost there.
+def zone_levels(plan: Plan, world: int, links: Links = ()) -> list[ZoneLevel]:
+    """The levels at which ranks can share tokens, with what transfers cost there. Without ``links`` the outermost level
+    of a plan with several joins nodes, as fast as those of H100 with a 400 Gbit/s adapter for each GPU.
 
     >>> for level in zone_levels(Plan.parse("u4/1x8"), 32): print(level.level, len(level.slots), level.link)
-    0 32 LinkCost(fetch=1000.0, spread=0.25)
-    1 8 LinkCost(fetch=250.0, spread=0.875)
-    2 1 LinkCost(fetch=250.0, spread=0.0)
+    0 32 LinkCost(fetch=1000.0, spread=0.25, near=250.0)
+    1 8 LinkCost(fetch=250.0, spread=0.875, near=250.0)
+    2 1 LinkCost(fetch=250.0, spread=0.0, near=250.0)
+    >>> for level in zone_levels(Plan.parse("u2/1x8"), 16, links=((4, 9000.0), (1, 70.0))): print(level.link)
+    LinkCost(fetch=4500.0, spread=0.3333333333333333, near=9000.0)
+    LinkCost(fetch=9000.0, spread=0.875, near=9000.0)
+    LinkCost(fetch=0.0, spread=0.0, near=0.0)
     """
     found = []
     outside = plan.zone_levels(world)
@@ -147,8 +158,19 @@ def zone_levels(plan: Plan, world: int) -> list[ZoneLevel]:
         if parts > 1 and not inner.family.by_demand:
             sent = sum(closed_form(inner, len(slots), 0, pass_, SHARES)[level] for pass_ in PASSES)
             spread = sent / parts / (2 * SHARES["kv"] + SHARES["dkv"])
-        found.append(ZoneLevel(level, slots, LinkCost(1000.0 if number == 0 and len(outside) > 2 else 250.0, spread)))
+        fetch, near = 1000.0 if number == 0 and len(outside) > 2 else 250.0, 250.0
+        if links:
+            fetch, near = _fetch(links, len(slots), len(slots) // parts), _fetch(links, min(len(slots), NEIGHBOURS), 1)
+        found.append(ZoneLevel(level, slots, LinkCost(fetch, spread, near)))
     return found
+
+
+def _fetch(links: Links, ranks: int, inner: int) -> float:
+    """What a token costs to enter a part with ``inner`` of these ranks. Several members have as many links."""
+    for members, fetch in links:
+        if members < ranks:
+            return fetch * members / max(inner, members)
+    return 0.0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from startrail.geometry.mask import Mask
 from startrail.geometry.zones import check_layout
 from startrail.kernels import accumulator
 from startrail.parallel import SequenceParallel
-from startrail.planner.sparse.rule import rule_for
+from startrail.planner.sparse.rule import described_for, links_of, rule_for
 from startrail.schedule.plan import Plan
 from startrail.sequence import Sequence as SplitSequence
 
@@ -148,8 +148,9 @@ class Case:
     @property
     def split(self) -> Split:
         """How ranks split the sequence, as ``parallel`` does. The plan must not be "auto"."""
-        rule = rule_for(os.environ.get("STARTRAIL_CLUSTER", ""), self.world)
-        return Split(Plan.parse(self.plan), self.world, self.layout, rule, self.windows)
+        described = os.environ.get("STARTRAIL_CLUSTER", "")
+        rule, links = rule_for(described, self.world), links_of(described_for(described, self.world))
+        return Split(Plan.parse(self.plan), self.world, self.layout, rule, self.windows, links=links)
 
     @property
     def mask(self) -> Mask:

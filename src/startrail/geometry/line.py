@@ -71,9 +71,11 @@ class Line:
         best, least = (front, back), inf
         for shift in (0, 1, -1, 2, -2):  # further away if no cut is good
             for at, end in self._cuts(front + low + shift * self.group.floor, keep):
+                padding = self.group.padding * abs(end - at - keep)
+                if at > end or padding >= least:
+                    continue
                 own = self.work_until(at) - done + left - self.work_until(end)
-                found = abs(own - work) + self.group.padding * abs(end - at - keep)
-                if at <= end and found < least:
+                if (found := abs(own - work) + padding) < least:
                     best, least = (at, end), found
             if least <= good:
                 break
@@ -126,13 +128,12 @@ class Line:
 
     def _between(self, first: int, last: int) -> list[Item]:
         """The items from one place of the row to another, cut if necessary."""
-        found = []
-        number = bisect_right(self.ends, first) - 1
-        while first < last:
-            item, end = self.items[number], min(self.ends[number + 1], last)
-            if end - first < item.tokens:
-                _, item = item.split(item.tokens - (end - self.ends[number]), self.group.name)
-                item, _ = item.split(end - first, self.group.name)
-            found.append(item)
-            first, number = end, number + 1
+        if first >= last:
+            return []
+        number, stop = bisect_right(self.ends, first) - 1, bisect_left(self.ends, last)
+        found = self.items[number:stop]
+        if last < self.ends[stop]:  # the end of an item lies in front
+            _, found[-1] = found[-1].split(self.ends[stop] - last, self.group.name)
+        if self.ends[number] < first:
+            found[0], _ = found[0].split(found[0].tokens - (first - self.ends[number]), self.group.name)
         return found

@@ -54,7 +54,8 @@ def pack(
 ) -> Packing:  # fmt: skip
     """Pack the documents with these ``lengths``, a global batch, into sequences of at most ``ranks * tokens_per_rank``
     tokens for ``groups`` data-parallel groups of ``ranks`` ranks. All groups compute equally many sequences, as few as
-    possible. Documents are not cut, and all groups get the same answer without communicating.
+    possible; if there are more of these than documents, some are empty. Documents are not cut, and all groups get the
+    same answer without communicating.
 
     Here, eight tokens fit into a sequence. The document of 8 has work 8 + 8²/4 = 24 and takes a sequence alone. The
     other group then computes those of 5 and 2 tokens, with 11.25 + 3, because no other sequence comes closer to 24:
@@ -68,12 +69,18 @@ def pack(
     lengths, capacity = _check(lengths, groups, ranks, tokens_per_rank, even)
     if len(lengths) < groups:
         raise ValueError(f"{len(lengths)} documents are too few: each of {groups} groups needs one")
-    total = sum(lengths)
-    passes = -(-total // (groups * capacity))
-    while True:  # ends: with one document per sequence, all fit
-        if packed := _pack(lengths, range(len(lengths)), groups, passes, capacity, even):
-            return packed
-        passes += 1
+    alone = sum(2 * length > capacity for length in lengths)  # in a sequence each
+    passes = max(-(-sum(lengths) // (groups * capacity)), -(-alone // groups))
+    failed, more = passes - 1, 1
+    while (packed := _pack(lengths, range(len(lengths)), groups, passes, capacity, even)) is None:
+        failed, passes, more = passes, passes + more, 2 * more  # ends: with a document per sequence, all fit
+    while passes - failed > 1:
+        middle = (failed + passes) // 2
+        if fewer := _pack(lengths, range(len(lengths)), groups, middle, capacity, even):
+            packed, passes = fewer, middle
+        else:
+            failed = middle
+    return packed
 
 
 class PackedSampler:
@@ -219,15 +226,17 @@ def _spread(sizes: Sequence[int], weights: Sequence[float], bins: int, capacity:
     """Each document, the largest first, goes to the bin with the least weight that has room; None if none has."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, 0, at) for at in range(bins)]  # weight, tokens, number
+    full: list[tuple[int, float, int]] = []  # tokens, weight, number: for now, since documents become smaller
     for place, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        full = []
+        while full and full[0][0] + size <= capacity:
+            tokens, before, at = heapq.heappop(full)
+            heapq.heappush(heap, (before, tokens, at))
         while heap and heap[0][1] + size > capacity:
-            full.append(heapq.heappop(heap))
+            before, tokens, at = heapq.heappop(heap)
+            heapq.heappush(full, (tokens, before, at))
         if not heap:
             return None
         before, tokens, at = heap[0]
         contents[at].append(place)
         heapq.heapreplace(heap, (before + weight, tokens + size, at))
-        for entry in full:
-            heapq.heappush(heap, entry)
     return contents

@@ -19,10 +19,12 @@ UNEVEN = 3.0  # work above what is even enough weighs so much more, since every 
 class LinkCost(NamedTuple):
     """What transfers cost at a level of the machine, in the time of one visible pair on one rank. ``fetch``: to bring
     the keys and values of a token into one part of a group, in both passes, with their gradients back. ``spread``: to
-    cut a document over all ranks of the group by the plan, per token of the document, as a share of ``fetch``."""
+    cut a document over all ranks of the group by the plan, per token of the document, as a share of ``fetch``.
+    ``near``: like ``fetch``, into one of a few neighbouring ranks from the others."""
 
     fetch: float = 1000.0
     spread: float = 0.75
+    near: float = 250.0
 
 
 class Item(NamedTuple):

@@ -143,7 +143,7 @@ class _Placing:
         rooms = [sum(self.rooms[part : part + inner]) for part in parts]
         even = 1.0 if inner == 1 else EVEN if len(items) >= 2 * len(parts) else EVEN_FEW
         own = placed + sum(item.work for item in items) / sum(weights)
-        link = link if size == whole else LinkCost(link.fetch, (size - 1) / size)
+        link = link if size == whole else LinkCost(link.near, (size - 1) / size)
         found = divide(items, Group(
             rooms, weights, group, inner, link, self.floor, HELD * self.per_rank, even * max(own, self.mean),
             PADDING * self.mean / self.per_rank, SLACK * self.per_rank if inner > 1 else 0.0, placed,

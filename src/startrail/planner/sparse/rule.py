@@ -21,7 +21,7 @@ from dataclasses import replace
 from zlib import crc32
 
 from startrail.compile.attention import Attention
-from startrail.compile.problem import Boundaries, Problem, Rule, ScanRule, Split
+from startrail.compile.problem import Boundaries, Links, Problem, Rule, ScanRule, Split
 from startrail.compile.scan import Scan
 from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
@@ -34,6 +34,7 @@ from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 
 MAX_RANKS = 64  # of a zone: more take seconds to simulate
+HEAD_DIM, TILE = 128, 2048  # of the attention that links are compared with
 MIN_TOKENS = 256  # per rank: with fewer, a call takes less time than its simulation could save
 
 
@@ -110,6 +111,29 @@ def described_for(cluster: str, world: int) -> ClusterSpec | None:
         return None if world % nodes else fit_cluster(described, Machine(nodes, world // nodes))
     except ValueError:
         return None
+
+
+def links_of(cluster: ClusterSpec | None) -> Links:
+    """What documents are placed by: for each level, outermost first, the ranks of a member, and in query-key pairs that
+    a rank computes meanwhile, how long a token's keys and values take to enter a member, in both passes and with their
+    gradients back. Heads are assumed to be as many for keys as for queries. () if no cluster is described.
+
+    >>> [links_of(find_cluster(name)) for name in ("h100-8x8", "boxes-10gbe", "nvl72@1x72")]
+    [((8, 1260.0), (1, 4550.0)), ((2, 71600.0), (1, 7010.0)), ((72, 321.0), (1, 5200.0))]
+    """
+    if cluster is None:
+        return ()
+    dtype = next(name for name in ("bfloat16", "float16", "float32") if name in cluster.device.rates)
+    rates = cluster.device.of(dtype)
+    pair = 4 / rates.speed("forward", False, HEAD_DIM, TILE) + 10 / rates.speed("backward", False, HEAD_DIM, TILE)
+    pair *= max(1.0, cluster.world / cluster.cores) if cluster.cores else 1.0
+    token = 6 * DTYPES[dtype]  # bytes, keys and values twice and their gradients; per width of a head, as for pairs
+    found = []
+    for at, (level, ranks) in enumerate(zip(cluster.levels, cluster.spans, strict=True)):
+        slowest = min((slow.bandwidth for slow in cluster.slow if slow.level == at), default=1.0)
+        rate = (level.under_compute or level.bandwidth) * level.ways * (1 if level.shared else ranks) * slowest
+        found.append((ranks, float(f"{token / rate / pair:.3g}")))
+    return tuple(found)
 
 
 def scan_rule(rule: bool | Rule) -> ScanRule | None:
