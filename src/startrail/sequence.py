@@ -410,6 +410,10 @@ class Sequence:
         for which a rule would be one more constant of the batch."""
         if self.sp._expanding is None or torch.compiler.is_compiling():
             return False
+        try:
+            shapes.check()
+        except ValueError:  # which the op raises on all ranks
+            return False
         problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
         return self.sp._expanding.first(self.sp.plan, problem)
 
