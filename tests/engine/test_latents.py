@@ -392,9 +392,10 @@ def test_ranks_with_other_widths_disagree():
 
 
 @pytest.mark.parametrize("plan", ["1x4", "1x4,keep=all", "2x2", "u2/1x2", "4x1", "star2"])
-def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan, dtype):
     """``LatentSizes.peak_bytes`` with 8 heads, whose keys and values are 7 times as wide as their latent."""
-    *inputs, dout = make_inputs(4096, batch=1, dtype=torch.float32)
+    *inputs, dout = make_inputs(4096, batch=1, dtype=dtype)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)

@@ -4,6 +4,7 @@ import copy
 import importlib
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,17 @@ def test_another_expansion_runs_as_before_and_says_so(kind, reason):
     with pytest.warns(UserWarning, match=reason):
         latents.install(model, lambda: None)
     assert latents.describe(model) == ("expanded keys of latents",)
+
+
+def test_a_layer_whose_expansion_was_replaced_keeps_it():
+    model = model_of("deepseek_v3", num_hidden_layers=2)
+    replaced, other = (layer.self_attn for layer in model.model.layers)
+    replaced.expand_kv = own = partial(type(replaced).expand_kv, replaced)
+    with pytest.warns(UserWarning, match="is not that of its class"):
+        attach(model, startrail.SequenceParallel("1x1"))
+    assert replaced.expand_kv is own and set(latents.describe(model)) == {"latents", "expanded keys of latents"}
+    detach(model)
+    assert replaced.expand_kv is own and "expand_kv" not in other.__dict__
 
 
 def test_layers_that_compute_with_their_keys_run_as_before(monkeypatch):
