@@ -412,10 +412,10 @@ class Sequence:
             return False
         try:
             shapes.check()
-        except ValueError:  # which the op raises on all ranks
+            problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
+            return self.sp._expanding.first(self.sp.plan, problem)
+        except ValueError:  # of shapes that do not fit, or not this plan: the op raises it on all ranks
             return False
-        problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
-        return self.sp._expanding.first(self.sp.plan, problem)
 
     @contextmanager
     def _reading(self, *tensors: Tensor) -> Iterator[None]:

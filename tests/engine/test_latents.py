@@ -378,6 +378,24 @@ def test_shapes_that_do_not_fit_raise_on_all_ranks(name, cluster, monkeypatch):
         assert later == "no error"
 
 
+def test_heads_that_do_not_fit_the_plan_raise_on_all_ranks_of_a_described_cluster():
+    """There, each rank simulates the plan before ranks have compared their shapes."""
+    inputs = make_inputs(1024, batch=1, dtype=torch.float32)[:5]
+
+    def on_rank(rank):
+        sequence = startrail.SequenceParallel("u2", timeout=30, cluster="lab@1x2").sequence(1024)
+        q, latent, k_rope, w_k, w_v = sharded(sequence, inputs)
+
+        def call(heads):
+            return sequence.latent_attention(q[:, :heads], latent, k_rope, w_k[:heads], w_v[:heads])
+
+        return error_of(lambda: call(7 if rank else 8)), error_of(lambda: call(8))
+
+    for text, later in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: ") and "7 query heads cannot be split over u2" in text, text
+        assert later == "no error"
+
+
 def test_ranks_with_other_widths_disagree():
     """Each rank's shapes fit each other, and its messages those of the other rank."""
 
