@@ -121,7 +121,7 @@ scaling: setup-bench   ## weak scaling to 16,384 GPUs as predicted: validation/s
 	$(BIN)/python -m validation.scaling
 
 docs: setup            ## the documentation site, offline, with strict checks of links: build/site/index.html
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m mkdocs build --quiet --strict
 
 dist: setup            ## wheel and sdist in dist/, installed into an empty environment and tried there
 	rm -rf dist

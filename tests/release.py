@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 COMMANDS = [
     (["--help"], "Exact attention"),
     (["show", "u2/1x2"], "send"),
-    (["plan", "--cluster", "a100-4x8", "--model", "gpt-7b", "--length", "512k"], "wins"),
+    (["plan", "--cluster", "a100-4x8", "--model", "gpt-7b", "--length", "512k"], "as fast as Ring Attention"),
     (["check", "u2/1x2", "--causal"], "ok: exact"),
     (["bench", "engine", "--length", "256", "--ranks", "2", "--plans", "1x2", "--rounds", "1"], "efficiency"),
     (["train", "gpt-tiny", "--steps", "2", "--ranks", "2", "--plan", "1x2", "--out", "run"], "held-out loss"),

@@ -60,7 +60,7 @@ def test_the_best_plan_with_heads_outermost_is_a_row_with_its_reason():
     for text in (
         f"With heads over the nodes, the best is {heads['plan']}: ",
         f"{ring['seconds'] / heads['seconds']:.2f}x as fast as ring, ",
-        "x as fast as star4, 40.3 GB between nodes, 26.3 GB per GPU. It is ",
+        f"x as fast as star4, 40.3 GB between nodes, {heads['memory'] / 1e9:.1f} GB per GPU. It is ",
         "slower than the fastest",
         "exchanged again in the backward pass",
     ):

@@ -121,7 +121,8 @@ def test_eight_configurations_are_sparse_and_predicted_from_a_record():
         cases = cases_of([dict(**sizes, work=work, pressure=trial.pressure, rows=plans)])
         assert all(case.work == trial.work for case in cases)
         rows += [Compared.of(case, {}) for case in cases]
-    assert all(row.predicted < 5 and row.sent[0] > 0 for row in rows)
+    assert all(row.predicted < 5 and sum(row.sent) > 0 for row in rows)
+    assert all((row.sent[0] > 0) is (row.case.work.window is not None) for row in rows), "documents fit into nodes"
     dense = replace(rows[0].case, work=replace(rows[0].case.work, window=None))
     assert Compared.of(dense, {}).predicted > 2 * rows[0].predicted
     exact = Verdict([replace(row, case=replace(row.case, seconds=row.predicted)) for row in rows] * 2)

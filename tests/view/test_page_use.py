@@ -175,8 +175,8 @@ def test_windows_and_documents_show_what_runs(browser, server, tmp_path):
     assert browser.execute_script(TEXT, "problem") == ""
     assert browser.execute_script("return startrail.state.documents") == "8192,4096,2048,1024,512,256,128,128"
     runs = browser.execute_script(said, "routesTable")
-    assert "ranks 0 to 71x2/1x4" in runs and "ranks 0 to 3u1/1x4" in runs
-    assert "over 8 ranks by 1x2/1x4" in browser.execute_script(said, "routesNote")
+    assert "ranks 0 to 7direct" in runs and "ranks 0 to 3direct" in runs and "rank 0alonenothing" in runs
+    assert "75% over 8 ranks direct" in browser.execute_script(said, "routesNote")
     choose(browser, "mask", "window")
     choose(browser, "window", 300)
     runs = browser.execute_script(said, "routesTable")

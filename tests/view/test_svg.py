@@ -150,7 +150,7 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
 
 @pytest.mark.parametrize("arguments, hops, between", [
     (["1x2/1x4"], 14, [2]),
-    (["1x2/1x4", "--documents", "10000,22768"], 14 + 6, [2, 0]),  # the longer one is cut between nodes
+    (["1x2/1x4", "--documents", "10000,22768"], 17 + 6, [2, 0]),  # the longer one is cut between nodes
     (["u2/1x2"], 6, [6]),
 ])  # fmt: skip
 def test_the_drawing_of_a_scan_has_every_hop(arguments, hops, between, tmp_path, capsys):

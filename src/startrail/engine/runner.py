@@ -326,8 +326,11 @@ class PartRun:
         return results
 
     def close(self) -> None:
-        """Drop references to this object, so that no tensor has to wait for the garbage collector: pieces that have not
-        arrived hold one."""
+        """Drop references to this object, so that no tensor has to wait for the garbage collector, and no lane to be
+        closed: pieces that have not arrived hold one, and each other."""
+        for held in self.pieces:
+            if held is not None:
+                held.joins.clear()
         self.pieces.clear()
 
     # --- pieces and their bytes

@@ -42,7 +42,8 @@ def check_value(name: str, value: object, dtype: torch.dtype) -> None:
     elif dtype.is_floating_point or dtype.is_complex:
         fits = value != value or abs(value) == math.inf or abs(value) <= torch.finfo(dtype).max
     else:
-        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        held = torch.iinfo(torch.int64 if dtype == torch.bool else dtype)  # a bool is true for every number but 0
+        low, high = held.min, held.max
         fits = low <= value <= high and value == int(value)
     if not fits:
         raise ValueError(f"{name}={value!r} is not a value of {dtype}")

@@ -28,7 +28,8 @@ class BlockTiles:
         if tiles is None:
             rows, keys = self._runs_of(row), self._runs_of(column)
             tiles = ()
-            for staircase in self.mask.staircases:  # over disjoint pairs, so that their tiles simply follow each other
+            # over disjoint pairs, so that their tiles simply follow each other; a shard may hold nothing but padding
+            for staircase in self.mask.staircases if rows and keys else ():
                 if self.costs.bands:
                     tiles += tuple(bands_of(segments_of(staircase, rows, keys)))
                 else:
