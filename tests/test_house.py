@@ -203,6 +203,21 @@ def test_a_file_name_means_one_thing():
     assert SAME_NAMES.keys() <= twice.keys(), "a name is no longer used twice"
 
 
+def test_a_schedule_family_is_named_in_its_file_and_in_the_list_of_families_only():
+    folder = SOURCE / "schedule" / "families"
+    files = [path for path in folder.glob("*.py") if path.stem not in ("__init__", "base")]
+    listed = ast.walk(ast.parse((folder / "__init__.py").read_text()))
+    names = {node.id for node in listed if isinstance(node, ast.Name) and node.id.isupper()} - {"FAMILIES"}
+    for path in files:
+        names |= {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert {"Star", "STAR"} <= names
+    homes = {f"schedule.families.{path.stem}" for path in files}
+    for name, path in modules():
+        if path.parent != folder:
+            used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(ast.parse(path.read_text()))}
+            assert not used & names and not imports_of(path) & homes, f"{name} names a family"
+
+
 def test_every_package_says_what_it_is_for():
     for folder in {path.parent for path in SOURCE.rglob("*.py")}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

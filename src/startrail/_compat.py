@@ -1,7 +1,7 @@
 """Every private or version-dependent torch API that StarTrail uses, each behind a plain name.
 
-Supporting another version of torch means changing this file alone. Everything may import it; it imports nothing of
-StarTrail.
+Supporting another version of torch means changing this file, and the versions that CONTRIBUTING lists. Everything may
+import it; it imports nothing of StarTrail.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -33,6 +34,16 @@ __all__ = [
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Torch gives its own name with a prefix only.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
 
 # --- process groups
 
@@ -341,11 +352,6 @@ def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def torch_ring_attention() -> Any:
-    """The module of torch's own ring attention."""
-    return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
-
-
 def module_hooks(module: nn.Module) -> list[Any]:
     """All functions that are called before or after a module's forward or backward pass."""
     kinds = (
@@ -360,6 +366,12 @@ def module_hooks(module: nn.Module) -> list[Any]:
 def in_backward() -> bool:
     """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def shard_offsets(x: DTensor) -> list[int]:
+    """Where this rank's part of a tensor begins in each dimension."""
+    (chunk,) = cast(Any, x).__create_chunk_list__()
+    return list(chunk.offsets)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from startrail._compat import default_timeout, without_bound_device
+from startrail._compat import default_timeout, dtype_name, without_bound_device
 from startrail.compile.attention import Attention
 from startrail.compile.call import compile_call
 from startrail.compile.explain import explain
@@ -222,7 +222,7 @@ class SequenceParallel:
         5 (100 %)              1      alone    nothing
         """
         wire = dtype if self.wire_dtype is None else self.wire_dtype
-        own, sent = (str(x).removeprefix("torch.") for x in (dtype, wire))
+        own, sent = (dtype_name(x) for x in (dtype, wire))
         boundaries = read_boundaries(length, documents, None, shares=read_shares(self.shares, self.world))
         mask = read_mask(causal, window, chunk)
         kv_heads = heads if kv_heads is None else kv_heads

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Options of ``Sequence.attention`` that do not change what it returns, for its type signatures."""
+    """Options of ``Sequence.attention`` that do not change the type of what it returns, for its signatures."""
 
     causal: bool
     window: int | None

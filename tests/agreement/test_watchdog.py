@@ -82,14 +82,14 @@ sys.exit(7)
 
 SAVES = """
 import torch
-from pathlib import Path
+from types import SimpleNamespace
 from startrail.launch.signals import Stop
 from startrail.training.checkpoints import saving
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 saving._write_file = lambda path, contents: wait_in_cpp() or ""
 model = torch.nn.Linear(2, 2)
-saving.Checkpoints(Path("{folder}"), None, 0, Stop()).save(1, model, torch.optim.SGD(model.parameters()))
+saving.Checkpoints(SimpleNamespace(out="{folder}"), 0, Stop()).save(1, model, torch.optim.SGD(model.parameters()))
 """
 
 

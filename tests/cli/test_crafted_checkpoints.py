@@ -238,7 +238,7 @@ def test_what_a_state_says_is_used_or_refused_in_one_clear_line(trained, tmp_pat
         for number in range(CASES):
             state = crafted(whole, chance)
             sign(path, json.dumps(state))
-            checkpoints = Checkpoints(folder, recipe, whole["data_size"], Stop())
+            checkpoints = Checkpoints(recipe, whole["data_size"], Stop())
             try:
                 checkpoints.prepare(0)
                 checkpoints.load(model, optimizer)

@@ -106,8 +106,8 @@ class Prepared:
 class Request:
     device, gradients, kind, key = torch.device("cpu"), True, "neighbours", "neighbours"
 
-    def __init__(self, pass_, forward=None):
-        self.pass_, self.forward = pass_, forward
+    def __init__(self, pass_, forward_number=None):
+        self.pass_, self.forward_number = pass_, forward_number
 
     def prepare(self, session, batch):
         call = compile_call(Neighbours(batch.boundaries, 1), session.settings.split, session.rank, batch.layout)

@@ -4,7 +4,7 @@ import pytest
 
 from startrail.compile.attention import Attention
 from startrail.geometry.distributions import document_lengths
-from startrail.planner import cutting
+from startrail.planner import block_tiles
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
 from startrail.planner.pricing import PostTask
@@ -87,7 +87,7 @@ def test_a_node_sends_only_what_others_see():
 def test_blocks_of_the_middle_shards_stand_for_all(cluster, monkeypatch):
     plan, call = Plan.parse("1x8"), call_on(cluster, LENGTHS)
     exact = predict_sparse(cluster, plan, call)
-    monkeypatch.setattr(cutting, "MAX_SHARDS", 2)
+    monkeypatch.setattr(block_tiles, "MAX_SHARDS", 2)
     assert predict_sparse(cluster, plan, call).seconds == pytest.approx(exact.seconds, rel=0.1)
 
 

@@ -3,21 +3,41 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from startrail.schedule.plan import KEEPS, Plan, plans_for, variants_of
-from startrail.schedule.program import build_program, closed_form
-from startrail.schedule.proof import ScheduleError, prove_plan, prove_programs
-from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Piece, Step
+from startrail.schedule.program import Program, build_program, closed_form, traffic_at
+from startrail.schedule.proof import ScheduleError, check_memory, prove_programs
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass, Piece, Step
 from tests.engine.plans import features
 from tests.helpers import FULL
 
 PROVE_ALL = bool(os.environ.get("STARTRAIL_PROVE_ALL"))
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
+UNIT_SIZES = {"q": 3.0, "kv": 5.0, "out": 7.0, "do": 11.0, "dq": 13.0, "dkv": 17.0}  # any distinct sizes will do
+
+
+def prove_plan(plan: Plan, world: int, passes: Sequence[Pass] = PASSES) -> None:
+    """Raise ``ScheduleError`` unless the passes of ``plan`` on ``world`` ranks pass every check."""
+    for pass_ in passes:
+        programs = [build_program.__wrapped__(plan, world, rank, pass_) for rank in range(world)]
+        prove_programs(programs)
+        for program in programs:
+            _check_traffic(program)
+            check_memory(program)
+
+
+def _check_traffic(program: Program) -> None:
+    sent = [0.0] * len(program.place.sizes)
+    for post, size in program.sends(UNIT_SIZES):
+        sent[post.lane] += size
+    expected = traffic_at(program.plan, program.place, program.pass_, UNIT_SIZES)
+    if any(abs(a - b) > 1e-6 for a, b in zip(sent, expected, strict=True)):
+        raise ScheduleError(f"{program}: sends {sent} by level, but the closed form is {expected}")
 
 
 def variants_to_prove(plan: Plan) -> list[Plan]:

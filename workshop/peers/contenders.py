@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel, ring
-from startrail._compat import cpu_flash_backward, cpu_flash_forward, torch_ring_attention
+from startrail._compat import cpu_flash_backward, cpu_flash_forward
 from startrail.bench.yardstick import Results, Workload, own_device, own_dtype, whole_attention, with_gradients
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
@@ -215,7 +215,8 @@ class TorchRing(AttentionRunner):
 
     def set_up(self) -> None:
         assert dist.group.WORLD is not None
-        self.cp, self.group = torch_ring_attention(), dist.group.WORLD
+        self.cp = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+        self.group = dist.group.WORLD
         self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
         self.layout = masked_layout(self.machine.world, self.work)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from startrail._compat import dtype_name
 from startrail.agreement.errors import peer_errors
 
 
@@ -62,7 +63,7 @@ def _describe(given: Any, tensors: list[Tensor]) -> Any:
     """``given`` for JSON, as [kind, ...], without the bytes of its ``tensors``, which are collected."""
     if isinstance(given, Tensor):
         tensors.append(given)
-        return ["tensor", str(given.dtype).removeprefix("torch."), list(given.shape)]
+        return ["tensor", dtype_name(given.dtype), list(given.shape)]
     if isinstance(given, Mapping):
         return ["dict", *([name, _describe(x, tensors)] for name, x in given.items())]
     if isinstance(given, list | tuple):

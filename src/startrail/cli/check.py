@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, world_size
 from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import ITEMSIZES
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ EXAMPLES = {
     "startrail check 1x4/1x8 --prove --scan": "prove the scan of a recurrence and the halo of a convolution",
     "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of this machine's GPUs",
 }
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # of inputs
 SAME_NAMES = ("length", "batch", "head_dim", "causal", "window", "layout", "seed")  # options that are fields of a Case
 
 
@@ -56,7 +57,7 @@ def add(commands: Commands) -> None:
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
     option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
     option("--dtype", choices=DTYPES, default="float32", help="(default %(default)s)")
-    option("--wire-dtype", choices=DTYPES, help="dtype of the payload (default: --dtype)")
+    option("--wire-dtype", choices=tuple(ITEMSIZES), help="dtype of the payload (default: --dtype)")
     option("--causal", action="store_true", help="causal mask (default: full)")
     option("--window", type=int, help="sliding window in tokens")
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")

@@ -35,14 +35,12 @@ from startrail.schedule.demand import NARROW, Demand
 from startrail.schedule.plan import Plan, on_demand
 from startrail.schedule.program import Program, build_program, closed_form
 from startrail.schedule.proof import Contents, ScheduleError, check_memory
-from startrail.schedule.sizes import Sizes
+from startrail.schedule.sizes import ITEMSIZES, Sizes
 from startrail.schedule.values import BACKWARD, PASSES, Pass, Piece
 
 if TYPE_CHECKING:
     from startrail.geometry.tiles import Costs
     from startrail.schedule.places import Place
-
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ consists of *parts*: one for each zone of the rank's tokens, with a program for 
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -153,10 +152,6 @@ class CompiledCall:
     def __str__(self) -> str:
         """What all ranks must have in common."""
         return f"{self.problem}, {self.split}"
-
-    @cached_property
-    def digest(self) -> int:
-        return zlib.crc32(str(self).encode())
 
 
 def most_kept_bytes(split: Split, rank: int, sizes: Sizes) -> int:

@@ -25,8 +25,7 @@ from startrail.compile.call import ByLevel, Part
 from startrail.compile.problem import Problem, Split
 from startrail.geometry.layout import Layout, Runs, Zone, cut_at_documents
 from startrail.geometry.needs import divide, tokens_before, union
-from startrail.schedule.demand import Demand
-from startrail.schedule.families.direct import fetch_steps, return_steps
+from startrail.schedule.demand import Demand, fetch_steps, return_steps
 from startrail.schedule.places import Place
 from startrail.schedule.plan import on_demand
 from startrail.schedule.program import Program

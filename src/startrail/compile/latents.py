@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from startrail.compile.attention import ITEMSIZES, Attention
+from startrail.compile.attention import Attention
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program
-from startrail.schedule.sizes import Field, Sizes
+from startrail.schedule.sizes import ITEMSIZES, Field, Sizes
 from startrail.schedule.values import BACKWARD, Block, Pass
 
 HELD_EXPANSIONS = 2  # shards whose keys and values a kernel holds expanded at a time
@@ -128,7 +128,7 @@ class LatentSizes(Sizes):
     def expanded_bytes(self) -> int:
         """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads. Some kernels
         take values as wide as keys only."""
-        batch, heads, tokens = self.fields("q", self.tokens)[0].shape[:3]
+        batch, heads, tokens = self.shapes("q", self.tokens)[0][:3]
         return batch * heads * tokens * 2 * max(self.head_dim, self.out_dim) * self._wide
 
     @property

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from startrail.compile.call import Part, compile_call
 from startrail.compile.problem import Problem, Split
-from startrail.geometry.layout import Layout
 from startrail.schedule.program import Program
 from startrail.schedule.proof import Contents, ScheduleError, prove_parts
 from startrail.schedule.values import Pass, Piece
 
 
-def prove_call(problem: Problem, split: Split, layout: Layout | None = None) -> list[str]:
+def prove_call(problem: Problem, split: Split) -> list[str]:
     """Raise ``ScheduleError`` unless both passes of a call pass every check. Returns the plans of rank 0's parts."""
-    layout = layout or split.layout_of(problem.boundaries)
+    layout = split.layout_of(problem.boundaries)
     calls = [compile_call(problem, split, rank, layout) for rank in range(split.world)]
     for call in calls:
         for part in call.parts:

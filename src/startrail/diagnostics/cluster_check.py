@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from startrail import __version__
+from startrail._compat import dtype_name
 from startrail.agreement.gather import gather_texts
 from startrail.diagnostics.doctor import facts
 from startrail.diagnostics.exactness import Plans, Report, check_on_rank, environment_text, merge, parallel_for
@@ -135,7 +136,7 @@ def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
         mask = str(Mask(case.causal, case.window, case.documents)) + (f", {case.length:,}" if case.by_rows else "")
         verdict = "; ".join(report.verdict()) or "ok"
         lines.append(
-            f"{case.plan:28s} {str(case.dtype).removeprefix('torch.'):9s} {f'{case.q_heads}:{case.kv_heads}':>7s} "
+            f"{case.plan:28s} {dtype_name(case.dtype):9s} {f'{case.q_heads}:{case.kv_heads}':>7s} "
             f"{mask:20s} {rms:11.2f}x {worst:7.2f}x {sum(report.sent.values()):14,d}  {verdict}"
         )
     return "\n".join(lines)
@@ -144,7 +145,7 @@ def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
 def coverage(cases: Sequence[Case], reports: Sequence[Report]) -> str:
     """One line: what was compared with float64, and what failed."""
     tokens = sorted({case.length // case.world for case in cases})
-    dtypes = sorted({str(case.dtype).removeprefix("torch.") for case in cases})
+    dtypes = sorted({dtype_name(case.dtype) for case in cases})
     failed = sum(bool(report.verdict()) for report in reports)
     result = f"{failed} of {len(cases)} cases failed" if failed else f"all {len(cases)} cases are exact"
     return (

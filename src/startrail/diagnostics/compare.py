@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from startrail._compat import dtype_name
 from startrail.diagnostics.observe import Gradients, RankResults, Results
 
 # Relative to a gradient's norm. Even a model in float64 computes norms, routers and losses in float32.
@@ -38,7 +39,7 @@ class Comparison:
         own = _native_limit(alone, ranks)
         total = distance(ranks.native.gradients, alone.best.gradients)
         own_wrong = differing(ranks.native.gradients, alone.best.gradients, own, each=own <= FLOAT32_LIMIT)
-        name = str(ranks.native.dtype).removeprefix("torch.")
+        name = dtype_name(ranks.native.dtype)
         text = f"{total:.1e} in {name}"
         if ranks.precise is None or alone.precise is None:
             return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-4, own), text, own)
@@ -46,7 +47,8 @@ class Comparison:
         coarse = max(torch.finfo(x.precise.dtype).eps for x in (alone, ranks) if x.precise)
         limit = PRECISE_LIMIT if coarse <= torch.finfo(torch.float32).eps else MAX_EPS * coarse
         wrong = differing(ranks.precise.gradients, alone.precise.gradients, limit, each=limit <= FLOAT32_LIMIT)
-        text = f"{text}, {precise:.1e} in {str(ranks.precise_dtype).removeprefix('torch.')}"
+        assert ranks.precise_dtype is not None
+        text = f"{text}, {precise:.1e} in {dtype_name(ranks.precise_dtype)}"
         if wrong:
             return cls(precise, tuple(wrong), limit, max(MATCH, limit), max(1e-6, limit), text, limit)
         return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-6, limit), text, min(limit, own))

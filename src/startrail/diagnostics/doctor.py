@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from startrail import __version__
+from startrail._compat import dtype_name
 from startrail.kernels import kernel_for
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.local import RankError, check_ranks, run_local
@@ -119,7 +120,7 @@ def _kernels() -> list[str]:
     dtypes = (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
     lines = []
     for dtype in dtypes:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         try:
             kernel = kernel_for(device, dtype, 128)
             lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.reason})")

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from startrail._compat import dtype_name
 from startrail.compile.halo import Halo
 from startrail.compile.proof import prove_call
 from startrail.compile.scan import Scan
 from startrail.diagnostics.reference import CPU, TWO_CALL_STYLES, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
-from startrail.geometry.mask import Mask
 from startrail.kernels import kernel_for
 from startrail.launch.local import check_ranks, run_local
 from startrail.parallel import SequenceParallel
@@ -102,7 +102,7 @@ class Report:
         """A table to paste into an issue."""
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {case.mask}, batch {case.batch}, "
-            f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
+            f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {dtype_name(case.dtype)}",
             *environment_text(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
@@ -134,8 +134,8 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.call_style, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
-    mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend: Any = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
+    mask, scale, softcap = case.layer_mask, case.scale, case.softcap
+    attend: Any = partial(sequence.attention, mask=mask, scale=scale, softcap=softcap, return_lse=True)
     if case.call_style == "checkpointed":
         attend = partial(checkpoint, attend, use_reentrant=False)
     elif case.call_style == "compiled":
@@ -282,5 +282,5 @@ def environment_text(device: torch.device, cases: Sequence[Case]) -> str:
     lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
     for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
         kernel = kernel_for(device, dtype, dim)
-        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.reason})")
+        lines.append(f"{dtype_name(dtype)}: {kernel.name} ({kernel.reason})")
     return "\n".join(lines)

@@ -207,8 +207,7 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         out = result[0] if isinstance(result, tuple) else result
         sinks = given.get("sinks") is not None
         scale = call.scale_for(tensors[0].shape[-1])
-        given_mask = {name: x for name, x in given.items() if name in ("causal", "window", "chunk", "mask")}
-        passes = sequence.promised_traffic(*tensors, **given_mask).values()
+        passes = sequence.promised_traffic(*tensors, mask=call.mask).values()
         sent = sum(sum(levels.values()) for levels in passes)
         observed.attention.append(AttentionRecord(visible, scale, call.softcap, sinks, out.dtype, bytes=sent))
         observed.layout = sequence._layout

@@ -138,13 +138,12 @@ class Case:
     @property
     def problem(self) -> compiled.Attention:
         """The call without its tensors."""
-        mask = Mask(self.causal, self.window, chunk=self.chunk, steps=self.mask.steps)
         placement, shares = self.packed_from or (), read_shares(self.shares, self.world)
         boundaries = read_boundaries(self.length, self.documents, self.blocks, placement, shares)
         sent = self.dtype if self.world == 1 else self.wire_dtype or self.dtype
         dtype, wire = (str(x).removeprefix("torch.") for x in (self.dtype, sent))
         shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
-        return compiled.Attention(boundaries, self.batch, dtype, wire, mask, *shape)
+        return compiled.Attention(boundaries, self.batch, dtype, wire, self.layer_mask, *shape)
 
     @property
     def split(self) -> Split:
@@ -156,6 +155,11 @@ class Case:
     def mask(self) -> Mask:
         steps = Mask.from_slices(self.slices).steps if self.slices else ()
         return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
+
+    @property
+    def layer_mask(self) -> Mask:
+        """Without what belongs to the sequence."""
+        return replace(self.mask, documents=None, blocks=())
 
     @property
     def with_max_logits(self) -> bool:
@@ -278,7 +282,7 @@ def make_data(case: Case, device: torch.device = CPU) -> CaseData:
 def data_by_rows(case: Case, device: torch.device) -> CaseData:
     """``make_data`` for long causal sequences: the reference never holds more than ``ROWS_BYTES`` of weights, and SDPA
     runs once, without a mask tensor. There is no rounding floor, so errors must be within twice SDPA's."""
-    if not case.causal or case != replace(case, window=None, documents=None, chunk=None, blocks=(), slices=()):
+    if case.mask != Mask(causal=True):
         raise ValueError("a reference by rows is for plain causal masks")
     generator = torch.Generator().manual_seed(case.seed)
     shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.q_heads, case.kv_heads)]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from startrail._compat import dtype_name
 from startrail.agreement.digest import digest
 from startrail.agreement.gather import gather_tensors
 from startrail.agreement.waits import rank_names
@@ -226,7 +227,7 @@ def _same(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Co
 def _unseen(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Comparison) -> list[str]:
     """What the comparison cannot see."""
     unseen = []
-    here, there = (str(each.native.dtype).removeprefix("torch.") for each in (ranks, alone))
+    here, there = (dtype_name(each.native.dtype) for each in (ranks, alone))
     if here != there:
         unseen.append(
             f"attention is in {here} on ranks and in {there} on one process (autocast on one side only?), and what "

@@ -7,20 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail._compat import dtype_name
 from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
 from startrail.engine.tensors import check_dense
-from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import weights_of
 from startrail.geometry.mask import Mask, Segment
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of inputs
 MAX_HEAD_DIM = 256
 FLAGS = ("max_logits", "sinks", "gradients")
 
@@ -83,7 +84,7 @@ class AttentionCall:
 
 
 def read_call(q: object, k: object, v: object, **options: object) -> AttentionCall:
-    """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `check_tensors`
+    """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `Shapes.check`
     and `Mask.check_length` look at shapes and lengths later.
 
     >>> x = torch.zeros(1, 4, 16, 8)
@@ -219,7 +220,7 @@ def describe_tensor(x: Tensor) -> str:
     >>> describe_tensor(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    layout = "" if x.layout is torch.strided else f" {str(x.layout).removeprefix('torch.')}"
+    layout = "" if x.layout is torch.strided else f" {dtype_name(x.layout)}"
     return describe_shape(x.shape, x.dtype, x.device) + layout
 
 
@@ -234,22 +235,19 @@ def _describe_shapes(
     return ", ".join(f"{name} {describe_shape(shape, dtype, device)}" for (name, shape), dtype in each)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class _OfQueries:
+    """What the shapes of all calls tell alike: those of q (batch, heads, tokens, head dim)."""
 
+    __slots__ = ()
+    if TYPE_CHECKING:
 
-class Shapes(NamedTuple):
-    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), k and v, which can have fewer heads."""
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    device: torch.device
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shapes:
-        return cls(q.shape, k.shape, v.shape, (q.dtype, k.dtype, v.dtype), q.device)
+        @property
+        def q(self) -> tuple[int, ...]: ...
+        @property
+        def dtypes(self) -> tuple[torch.dtype, ...]: ...
+        @property
+        def value_dim(self) -> int: ...
+        def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> Attention: ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,16 +262,44 @@ class Shapes(NamedTuple):
         return self.q[1]
 
     @property
-    def kv_heads(self) -> int:
-        return self.k[1]
-
-    @property
     def tokens(self) -> int:
         return self.q[2]
 
     @property
     def head_dim(self) -> int:
         return self.q[3]
+
+    def whole(self, wire: torch.dtype) -> Attention:
+        """A call in which all ranks share all tokens."""
+        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
+
+    def _check_dtype_and_widths(self) -> None:
+        if len(set(self.dtypes)) > 1 or self.dtype not in DTYPES:
+            raise ValueError(f"all must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
+        if (widest := max(self.head_dim, self.value_dim)) > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")
+
+
+class _Tensors(NamedTuple):
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+
+class Shapes(_Tensors, _OfQueries):
+    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), k and v, which can have fewer heads."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shapes:
+        return cls(q.shape, k.shape, v.shape, (q.dtype, k.dtype, v.dtype), q.device)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k[1]
 
     @property
     def value_dim(self) -> int:
@@ -292,10 +318,6 @@ class Shapes(NamedTuple):
         """The tensors by the kind of their pieces."""
         return {"q": (q,), "kv": (k, v)}
 
-    def whole(self, wire: torch.dtype) -> Attention:
-        """A call in which all ranks share all tokens."""
-        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
-
     def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> Attention:
         heads = self.heads, self.kv_heads, self.head_dim, self.value_dim
         return Attention(boundaries, self.batch, dtype_name(self.dtype), dtype_name(wire), mask, *heads)
@@ -312,17 +334,10 @@ class Shapes(NamedTuple):
             raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {self}")
         if 0 in (*q[:2], q[3], k[1], v[3]):  # a rank of a small share may hold no token
             raise ValueError(f"no dimension may be empty, got {self}")
-        if len(set(self.dtypes)) > 1 or self.dtype not in DTYPES:
-            raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
-        if (widest := max(q[3], v[3])) > MAX_HEAD_DIM:
-            raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")
+        self._check_dtype_and_widths()
 
 
-class LatentShapes(NamedTuple):
-    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), latent (batch, tokens, rank), k_rope (batch,
-    tokens, rope dim), w_k (heads, key dim, rank) and w_v (heads, value dim, rank). A head is key dim + rope dim wide.
-    """
-
+class _LatentTensors(NamedTuple):
     q: tuple[int, ...]
     latent: tuple[int, ...]
     k_rope: tuple[int, ...]
@@ -331,30 +346,18 @@ class LatentShapes(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
+
+class LatentShapes(_LatentTensors, _OfQueries):
+    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), latent (batch, tokens, rank), k_rope (batch,
+    tokens, rope dim), w_k (heads, key dim, rank) and w_v (heads, value dim, rank). A head is key dim + rope dim wide.
+    """
+
+    __slots__ = ()
+
     @classmethod
     def of(cls, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor) -> LatentShapes:
         dtypes = tuple(x.dtype for x in (q, latent, k_rope, w_k, w_v))
         return cls(q.shape, latent.shape, k_rope.shape, w_k.shape, w_v.shape, dtypes, q.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.dtypes[0]
-
-    @property
-    def batch(self) -> int:
-        return self.q[0]
-
-    @property
-    def heads(self) -> int:
-        return self.q[1]
-
-    @property
-    def tokens(self) -> int:
-        return self.q[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q[3]
 
     @property
     def value_dim(self) -> int:
@@ -381,10 +384,6 @@ class LatentShapes(NamedTuple):
         keys, values = ((*self.q[:3], width) for width in (self.head_dim, self.value_dim))
         return Shapes(self.q, keys, values, self.dtypes[:3], self.device)
 
-    def whole(self, wire: torch.dtype) -> LatentAttention:
-        """A call in which all ranks share all tokens."""
-        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
-
     def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> LatentAttention:
         widths = self.heads, 1, self.head_dim, self.value_dim, self.latent[2], self.k_rope[2]
         return LatentAttention(boundaries, self.batch, dtype_name(self.dtype), dtype_name(wire), mask, *widths)
@@ -410,10 +409,7 @@ class LatentShapes(NamedTuple):
             raise ValueError(f"latent, w_k, w_v must agree in rank, got {self}")
         if q[3] != w_k[1] + k_rope[2]:
             raise ValueError(f"head dim {q[3]} must be key dim {w_k[1]} + rope dim {k_rope[2]}, got {self}")
-        if len(set(self.dtypes)) > 1 or self.dtype not in DTYPES:
-            raise ValueError(f"all must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
-        if (widest := max(q[3], w_v[1])) > MAX_HEAD_DIM:
-            raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")
+        self._check_dtype_and_widths()
 
 
 CallShapes = Shapes | LatentShapes

@@ -16,9 +16,9 @@ from startrail.compile.attention import AttentionPart
 from startrail.compile.call import CompiledCall, compile_call, most_kept_bytes
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.batch import Batch
-from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass
 from startrail.engine.session import Session, Settings
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import (
     Kernel,
     Partial,
@@ -55,8 +55,8 @@ class PreparedAttention:
 class AttentionRequest:
     """One pass of an attention call, as the op got it."""
 
-    def __init__(self, pass_: Pass, shapes: CallShapes, call: AttentionCall, forward: Tensor | None = None) -> None:
-        self.pass_, self.shapes, self.call, self.forward = pass_, shapes, call, forward
+    def __init__(self, pass_: Pass, shapes: CallShapes, call: AttentionCall, number: Tensor | None = None) -> None:
+        self.pass_, self.shapes, self.call, self.forward_number = pass_, shapes, call, number
         self.device, self.gradients = shapes.device, call.gradients
 
     @property
@@ -199,7 +199,7 @@ class AttentionKernel(BlockKernel):
         if kind == "dq":
             return (torch.empty((*rows, sizes.head_dim), dtype=dtype, device=device),)
         dtype = self.acc if sizes.copies > 1 else dtype
-        widths = [field.shape[3] for field in sizes.fields(kind, tokens)]
+        widths = [width for *_, width in sizes.shapes(kind, tokens)]
         return tuple(torch.empty((*keys, width), dtype=dtype, device=device) for width in widths)
 
 
@@ -225,9 +225,8 @@ def backward(
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
     cotangent of lse."""
     batch, heads, tokens, value_dim = out.shape
-    q, k, v = (
-        (batch, number, tokens, dim) for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
-    )
+    widths = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    q, k, v = ((batch, h, tokens, dim) for h, dim in widths)
     request = AttentionRequest(BACKWARD, Shapes(q, k, v, 3 * (out.dtype,), out.device), call, number)
     (dq, dk, dv), _ = run_backward(session, request, op_key, qkv, AttentionKernel, dout, out, lse, kept, dlse)
     return dq, dk, dv
@@ -247,7 +246,7 @@ def run_forward(
         given = request.shapes.inputs(*tensors)
         inputs = [_own_inputs(part, given) for part in prepared.passes[FORWARD].parts]
         results = [part["out"] for part in started.run(kernel, inputs, kept)]
-        if not call.mask.steps:  # rows of such a mask may see nothing
+        if not call.mask.hides_rows:
             for part, (lse, out) in zip(prepared.parts, results, strict=True):
                 _poison_hidden_rows(part, out, lse)
         lse, out = _joined(prepared, results)

@@ -51,20 +51,20 @@ class Buffer:
 
 
 class InputPiece:
-    """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
-
-    ``prepared`` holds its tensors in the form that the kernel takes.
+    """An input piece that this rank holds or is about to receive: views of the user's tensors, or of a buffer's bytes
+    (``in_bytes``), as they travel. ``prepared`` holds its tensors in the form that the kernel takes.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], buffer: Buffer | None = None, pooled: bool = False) -> None:
-        self.tensors, self.buffer = tensors, buffer
+        self.tensors, self.buffer, self.in_bytes = tensors, buffer, buffer is not None
         self.pooled = pooled  # the buffer goes back to the pool when the piece is released
         self.joins: list[Callable[[], None]] = []  # join the parts that came over heads
         self.prepared: tuple[Tensor, ...] = ()
 
     def hold(self, other: InputPiece) -> None:
         """Take over what ``other`` holds."""
-        self.tensors, self.buffer, self.pooled = other.tensors, other.buffer, other.pooled
+        self.tensors, self.buffer = other.tensors, other.buffer
+        self.in_bytes, self.pooled = other.in_bytes, other.pooled
 
     def arrive(self) -> None:
         if self.buffer is not None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from startrail.engine.buffers import Buffer, StreamBuffers
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels.rearrange import copy_parts, join_tokens, split_tokens
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Piece
 from startrail.schedule.walk import Message
 
-Numbered = Sequence[tuple[int, Sequence[Tensor]]]  # tensors of some pieces, with their places among all of an exchange
+Numbered = Sequence[tuple[int, Tensors]]  # tensors of some pieces, with their places among all of an exchange
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Exchange:
         our heads, it gets its tokens."""
         self.leaving_bytes, self.leaving = self._parts()
         views, chunks = self.leaving.views, self.wire.chunks_on(self.device)
-        shares = [(at, [self.wire.shares(x, self.pieces[at]) for x in tensors]) for at, tensors in inputs]
+        shares = [(at, self._shares(at, self.wire.encoded(self.kinds[at], tensors))) for at, tensors in inputs]
         copy_parts([pair for at, tensors in shares for pair in zip(views[at], tensors, strict=True)])
-        split_tokens([pair for at, tensors in results for pair in zip(views[at], tensors, strict=True)], chunks)
+        encoded = [(at, self.wire.encoded(self.kinds[at], tensors)) for at, tensors in results]
+        split_tokens([pair for at, tensors in encoded for pair in zip(views[at], tensors, strict=True)], chunks)
         if not self.at_once:
             self.coming.of_rank[self.head].copy_(self.leaving.of_rank[self.head])
 
@@ -76,7 +77,7 @@ class Exchange:
         return [self.coming.of_rank[message.head] for message in messages if message.head is not None]
 
     def take_inputs(self, whole: Numbered) -> None:
-        """Wait for all parts, and unpack our heads of all tokens."""
+        """Wait for all parts, and join our heads of all tokens in the bytes of the ``whole`` pieces."""
         self.coming_bytes.arrive()
         views = self.coming.views
         pairs = [pair for at, tensors in whole for pair in zip(tensors, views[at], strict=True)]
@@ -86,10 +87,15 @@ class Exchange:
     def take_results(self, local: Numbered) -> None:
         """Wait for all parts, and unpack all heads of our tokens."""
         self.coming_bytes.arrive()
-        shares = [(at, [self.wire.shares(x, self.pieces[at]) for x in tensors]) for at, tensors in local]
-        views = self.coming.views
-        copy_parts([pair for at, tensors in shares for pair in zip(tensors, views[at], strict=True)])
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for at, tensors in local:
+            came = self.wire.decoded(self.kinds[at], self.coming.views[at])
+            pairs += zip(self._shares(at, tensors), came, strict=True)
+        copy_parts(pairs)
         self._taken(len(local))
+
+    def _shares(self, at: int, tensors: Tensors) -> list[Tensor]:
+        return [self.wire.shares(x, self.pieces[at]) for x in tensors]
 
     def _taken(self, pieces: int) -> None:
         self.num_open -= pieces

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from startrail._compat import dtype_name
 from startrail.agreement.consensus import rejoining
 from startrail.compile.call import compile_call
 from startrail.compile.halo import HALO_BACKWARD, HALO_FORWARD, Halo, HaloPart
 from startrail.engine.batch import Batch, positions_of
 from startrail.engine.op import UNSAFE, find_session
-from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass
 from startrail.engine.session import Session
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums, accumulator
 from startrail.schedule.values import Block, Pass
 
@@ -74,8 +75,8 @@ class PreparedHalo:
 class HaloRequest:
     """One pass of a halo, as the op got it."""
 
-    def __init__(self, pass_: Pass, rows: Tensor, before: int, gradients: bool, forward: Tensor | None = None) -> None:
-        self.pass_, self.before, self.gradients, self.forward = pass_, before, gradients, forward
+    def __init__(self, pass_: Pass, rows: Tensor, before: int, gradients: bool, number: Tensor | None = None) -> None:
+        self.pass_, self.before, self.gradients, self.forward_number = pass_, before, gradients, number
         self.features, self.dtype, self.device = rows.shape[1], rows.dtype, rows.device
 
     @property
@@ -87,7 +88,7 @@ class HaloRequest:
         return "halo", self.before, self.features, self.dtype, self.device.type
 
     def prepare(self, session: Session, batch: Batch) -> PreparedHalo:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         problem = Halo(batch.boundaries, 1, dtype, "", self.before, self.features, self.dtype.itemsize)
         call = compile_call(problem, session.settings.split, session.rank, batch.layout)
         (part,) = call.parts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,10 @@ from startrail.compile.attention import AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.engine.arguments import AttentionCall, CallShapes, LatentShapes
 from startrail.engine.attention import AttentionKernel, AttentionRequest, PreparedAttention, run_backward, run_forward
-from startrail.engine.op import UNSAFE, fake_results, find_session
-from startrail.engine.runner import PreparedPart, Tensors
+from startrail.engine.op import UNSAFE, fake_results, find_session, register_backward
+from startrail.engine.runner import PreparedPart
 from startrail.engine.session import Session
+from startrail.engine.wire import Tensors
 from startrail.kernels import Partial, Sums
 from startrail.schedule.values import BACKWARD, FORWARD, Block, Pass
 
@@ -212,24 +213,4 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
-    q, latent, k_rope, w_k, w_v, op_key, ctx.session, ctx.call = inputs
-    out, lse, kept, number, _ = output
-    ctx.rope_dim = k_rope.shape[2]
-    ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
-    own = () if ctx.owner.settings.split.plan.keeps_exchanged else (q, latent, k_rope)
-    ctx.save_for_backward(out, lse, kept, number, op_key, w_k, w_v, *own)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    out, lse, kept, number, op_key, w_k, w_v, *own = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
-    gradients = torch.ops.startrail.latent_attention_backward(
-        dout, own, [w_k, w_v], out, lse, kept, number, ctx.rope_dim, op_key, ctx.session, ctx.call, dlse
-    )
-    return (*gradients, None, None, None)
-
-
-latent_attention.register_autograd(_backward, setup_context=_save)
+register_backward(latent_attention, latent_attention_backward, lambda *tensors: (tensors[2].shape[2],), num_weights=2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from startrail.engine import attention as attention_call
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.attention import kept_bytes
 from startrail.engine.session import Session
+from startrail.kernels import accumulator
 
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -68,10 +70,10 @@ def fake_results(
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
         torch.empty((*q.shape[:3], shapes.value_dim), dtype=q.dtype, device=q.device),
-        torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
+        torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device),
         torch.empty(kept_bytes(find_session(session), shapes), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
-        torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
+        torch.empty(max_logits, dtype=accumulator(q.dtype), device=q.device),
     )
 
 
@@ -100,24 +102,34 @@ def _(
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
-    q, k, v, op_key, ctx.session, ctx.call = inputs
-    out, lse, kept, number, _ = output
-    ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
-    qkv = () if ctx.owner.settings.split.plan.keeps_exchanged else (q, k, v)
-    ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
+def register_backward(
+    op: Any, backward: Callable[..., tuple[Tensor, ...]], sizes: Callable[..., tuple[int, ...]], num_weights: int = 0
+) -> None:
+    """Have ``backward`` compute the gradients of a custom op. It gets the ``sizes`` of the op's tensors that the shapes
+    of results do not tell. The last ``num_weights`` tensors are saved, and the others unless ``kept`` holds them."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
+        *tensors, op_key, ctx.session, ctx.call = inputs
+        out, lse, kept, number, _ = output
+        ctx.sizes = sizes(*tensors)
+        ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
+        own, weights = tensors[: len(tensors) - num_weights], tensors[len(tensors) - num_weights :]
+        if ctx.owner.settings.split.plan.keeps_exchanged:
+            own = []
+        ctx.save_for_backward(out, lse, kept, number, op_key, *weights, *own)
+
+    def run(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+        out, lse, kept, number, op_key, *saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
+        weights = [saved[:num_weights]] if num_weights else []
+        gradients = backward(
+            dout, saved[num_weights:], *weights, out, lse, kept, number, *ctx.sizes, op_key, ctx.session, ctx.call, dlse
+        )
+        return (*gradients, None, None, None)
+
+    op.register_autograd(run, setup_context=save)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    out, lse, kept, number, op_key, *qkv = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
-    grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, op_key, ctx.session, ctx.call, dlse
-    )
-    return (*grads, None, None, None)
-
-
-attention.register_autograd(_backward, setup_context=_save)
+register_backward(attention, attention_backward, lambda q, k, v: (k.shape[1], k.shape[3]))

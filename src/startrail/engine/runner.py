@@ -21,7 +21,7 @@ from startrail._compat import is_profiling
 from startrail.compile.call import CompiledCall, Part
 from startrail.engine.buffers import Buffer, BufferPool, BundleCopies, InputPiece
 from startrail.engine.exchange import Exchange
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums
 from startrail.kernels.device import current_stream_id, on_device
 from startrail.schedule.program import Program
@@ -41,7 +41,6 @@ from startrail.schedule.walk import (
 from startrail.transport.counters import Counters
 from startrail.transport.interface import Compare, MessageSet, Pending, Rehearsal, Transport
 
-Tensors = tuple[Tensor, ...]
 PartInputs = Mapping[str, Tensors]  # a part's tensors by kind, of this rank's tokens
 PartResults = dict[str, Tensors]
 
@@ -172,9 +171,14 @@ class PreparedPart:
             tokens = self.part.tokens_of(self.program, piece)
             views = (piece.kind, tokens, self.wire.format), partial(self.wire.views, kind=piece.kind, tokens=tokens)
             nbytes = self.part.sizes.nbytes_of(piece.kind, tokens)
-            shapes, kept = self.wire.result_shapes(piece.kind, tokens), self.kept.get(piece)
+            shapes, kept = self.part.sizes.shapes(piece.kind, tokens), self.kept.get(piece)
             self._slots[piece] = Slot(len(self._slots), piece, tokens, nbytes, views, shapes, kept)
         return self._slots[piece]
+
+    def _hold_sources(self, bundle: Piece) -> None:
+        """Give slots to the pieces that a bundle's tokens belong to; no event may name them before it is sent."""
+        for source in self.program.bundles[bundle.shard].sources if bundle.shard in self.program.bundles else ():
+            self.slot(bundle._replace(shard=source.shard))
 
     def _step(self, step: WalkStep) -> PreparedStep:
         released = tuple(self.slot(piece) for piece in self.program.last_uses[step.number])
@@ -193,10 +197,8 @@ class PreparedPart:
                 makes = tuple(self.slot(piece) for piece in self.program.pass_.makes(event.block))
                 return PartRun.compute, (event.block, needs, makes), event
             case Combine():
-                slots = [self.slot(event.piece)]
-                if bundle := self.program.bundles.get(event.piece.shard):
-                    slots += [self.slot(event.piece._replace(shard=source.shard)) for source in bundle.sources]
-                return PartRun.combine, (event.message, slots[0]), event
+                self._hold_sources(event.piece)
+                return PartRun.combine, (event.message, self.slot(event.piece)), event
 
     def _post(self, event: Post, step: int) -> PreparedPost:
         results, bundles = self.program.pass_.results, self.program.bundles
@@ -204,10 +206,8 @@ class PreparedPart:
         for message in event.messages:
             if message.head is None:
                 (piece,) = message.pieces
-                is_bundle = piece.shard in bundles
-                plain.append(PlainMessage(message, self.slot(piece), piece.kind in results, is_bundle))
-                for source in bundles[piece.shard].sources if is_bundle else ():
-                    self.slot(piece._replace(shard=source.shard))
+                self._hold_sources(piece)
+                plain.append(PlainMessage(message, self.slot(piece), piece.kind in results, piece.shard in bundles))
         exchanged, early = self._exchanged(event), None
         if exchanged is not None and self.place.num_shards == 1:
             early = self._exchanged(self.walk.next_results(step))
@@ -279,8 +279,7 @@ class PartRun:
                 held = InputPiece(tensors)
                 if slot.kept is not None:
                     held = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
-                    for view, tensor in zip(held.tensors, tensors, strict=True):
-                        view.copy_(tensor)
+                    self.wire.pack(slot.piece.kind, held.tensors, tensors)
                 self.pieces[slot.number] = held
 
     def run_step(self, number: int) -> None:
@@ -340,9 +339,6 @@ class PartRun:
         assert held is not None
         return held
 
-    def _new_buffer(self, slot: Slot) -> Buffer:
-        return self.pool.get(slot.nbytes)
-
     def _in_buffer(self, slot: Slot, buffer: Buffer, pooled: bool = False) -> InputPiece:
         return InputPiece(buffer.views(*slot.views), buffer, pooled)
 
@@ -350,13 +346,15 @@ class PartRun:
         """A piece to be received: in the kept bytes if it is to be kept, else in a buffer from the pool."""
         if slot.kept is not None and self.program.pass_.is_forward:
             return self._in_buffer(slot, Buffer(self.kept[slot.kept]))
-        return self._in_buffer(slot, self._new_buffer(slot), pooled=True)
+        return self._in_buffer(slot, self.pool.get(slot.nbytes), pooled=True)
 
-    def _packed(self, slot: Slot, tensors: Sequence[Tensor]) -> Buffer:
-        buffer = self._new_buffer(slot)
-        for view, tensor in zip(buffer.views(*slot.views), tensors, strict=True):
-            view.copy_(tensor)
+    def _packed(self, slot: Slot, tensors: Tensors) -> Buffer:
+        buffer = self.pool.get(slot.nbytes)
+        self.wire.pack(slot.piece.kind, buffer.views(*slot.views), tensors)
         return buffer
+
+    def _unpacked(self, slot: Slot, buffer: Buffer) -> Tensors:
+        return self.wire.decoded(slot.piece.kind, buffer.views(*slot.views))
 
     def _release(self, slot: Slot) -> None:
         held = self.pieces[slot.number]
@@ -466,7 +464,7 @@ class PartRun:
             if arrived is None:
                 return self._packed(slot, result.tensors())
             assert isinstance(result, Sums)
-            result.add_to(arrived.views(*slot.views))
+            self.wire.add(slot.piece.kind, arrived.views(*slot.views), result)
             return arrived
         if plain.is_bundle:
             self.pieces[slot.number] = self._bundle(slot)
@@ -481,13 +479,14 @@ class PartRun:
         made, copies = self._new_piece(slot), self._copies(slot.piece.shard)
         for shard in copies.shards:
             source = self._held(self.part.slot(slot.piece._replace(shard=shard)))
-            for view, tensor in zip(made.tensors, source.tensors, strict=True):
+            tensors = source.tensors if source.in_bytes else self.wire.encoded(slot.piece.kind, source.tensors)
+            for view, tensor in zip(made.tensors, tensors, strict=True):
                 copies.pack(shard, tensor, view)
         return made
 
     def _receive_buffer(self, plain: PlainMessage) -> Buffer:
         if plain.is_result:
-            buffer = self.partials[plain.message.number] = self._new_buffer(plain.slot)
+            buffer = self.partials[plain.message.number] = self.pool.get(plain.slot.nbytes)
             return buffer
         self._release(plain.slot)  # if we hold it, this message brings a new version
         held = self.pieces[plain.slot.number] = self._new_piece(plain.slot)
@@ -498,8 +497,9 @@ class PartRun:
 
     def prepare(self, slot: Slot) -> None:
         """Convert a piece to the form that the kernel takes."""
-        held = self._held(slot)
-        held.prepared = self.kernel.prepare(slot.piece.kind, held.tensors)
+        held, kind = self._held(slot), slot.piece.kind
+        tensors = self.wire.decoded(kind, held.tensors) if held.in_bytes else held.tensors
+        held.prepared = self.kernel.prepare(kind, tensors)
 
     def compute(self, event: tuple[Block, Sequence[Slot], Sequence[Slot]]) -> None:
         block, needs, makes = event
@@ -517,7 +517,7 @@ class PartRun:
         """The tensors of a result to which nothing more is added."""
         result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
         if arrived is not None:
-            result.take(arrived.views(*slot.views))
+            result.take(self._unpacked(slot, arrived))
             self.pool.put(arrived)
         return result.tensors()
 
@@ -525,7 +525,7 @@ class PartRun:
         """Write a result to which nothing more is added."""
         result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
         if isinstance(result, Sums):
-            result.store(targets, None if arrived is None else arrived.views(*slot.views))
+            result.store(targets, None if arrived is None else self._unpacked(slot, arrived))
             if arrived is not None:
                 self.pool.put(arrived)
             return
@@ -536,19 +536,19 @@ class PartRun:
         number, slot = event
         buffer = self.partials.pop(number)
         buffer.arrive()
-        views = buffer.views(*slot.views)
+        tensors = self._unpacked(slot, buffer)
         if slot.piece.shard in self.program.bundles:
             copies = self._copies(slot.piece.shard)
             for shard in copies.shards:
                 result = self._result(self.part.slot(slot.piece._replace(shard=shard)))
                 assert isinstance(result, Sums)
-                for total, view in zip(result.values(), views, strict=True):
-                    copies.add(shard, view, total)
+                for total, bundle in zip(result.values(), tensors, strict=True):
+                    copies.add(shard, bundle, total)
         elif isinstance(result := self._result(slot), Sums) and slot.number not in self.arrived:
             self.arrived[slot.number] = buffer
             return
         else:
-            result.take(views)
+            result.take(tensors)
         self.pool.put(buffer)
 
 

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from startrail._compat import dtype_name
 from startrail.agreement.consensus import rejoining
 from startrail.compile.call import compile_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Numbers, Scan, ScanPart, Visit
 from startrail.engine.batch import Batch
 from startrail.engine.op import UNSAFE, find_session
-from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Tensors
+from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass
 from startrail.engine.session import Session
-from startrail.engine.wire import Wire
+from startrail.engine.wire import Tensors, Wire
 from startrail.kernels import Partial, Sums
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.schedule.values import Block, Pass
@@ -103,10 +104,10 @@ class ScanRequest:
     """One pass of a scan, as the op got it. ``kernel`` names what computes the states."""
 
     def __init__(
-        self, pass_: Pass, state: StateType, kernel: str, gradients: bool, forward: Tensor | None = None
+        self, pass_: Pass, state: StateType, kernel: str, gradients: bool, number: Tensor | None = None
     ) -> None:
-        self.pass_, self.state, self.kernel, self.gradients, self.forward = pass_, state, kernel, gradients, forward
-        self.device = state.device
+        self.pass_, self.state, self.kernel, self.gradients = pass_, state, kernel, gradients
+        self.forward_number, self.device = number, state.device
 
     @property
     def key(self) -> object:
@@ -118,7 +119,7 @@ class ScanRequest:
 
     def prepare(self, session: Session, batch: Batch) -> PreparedScan:
         state = self.state
-        dtype, units = str(state.dtype).removeprefix("torch."), state.units
+        dtype, units = dtype_name(state.dtype), state.units
         sizes = prod(state.shape), state.dtype.itemsize, self.kernel, units, units * sum(state.effect_of_unit)
         problem = Scan(batch.boundaries, state.shape[0], dtype, "", *sizes)
         call = compile_call(problem, session.settings.split, session.rank, batch.layout)

@@ -65,13 +65,13 @@ P = TypeVar("P", bound=Prepared, covariant=True)
 
 class Request(Protocol, Generic[P]):
     """One pass of a call, as an op got it. Requests with one ``key`` prepare alike. ``kind`` leaves out the number of
-    tokens, which may change with the documents. ``gradients``: a backward pass follows. ``forward`` is the number of
-    the forward call that a backward call belongs to."""
+    tokens, which may change with the documents. ``gradients``: a backward pass follows. ``forward_number`` is
+    that of the forward call that a backward call belongs to."""
 
     pass_: Pass
     device: torch.device
     gradients: bool
-    forward: Tensor | None
+    forward_number: Tensor | None
 
     @property
     def key(self) -> object: ...
@@ -101,8 +101,8 @@ class StartedPass(NamedTuple, Generic[P]):
 
     def run(self, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor | None = None) -> list[PartResults]:
         """Run it on each part's ``inputs``. A forward pass leaves in ``kept`` what its backward pass needs. The first
-        time, kernels are compiled before any message is sent: ranks may
-        take minutes longer than others, for which these would wait until their timeout."""
+        time, kernels are compiled before any message is sent: ranks may take minutes longer than others, for which
+        these would wait until their timeout."""
         prepared = self.prepared.passes[self.request.pass_]
         if kept is None:
             kept = torch.empty(0, dtype=torch.uint8, device=self.request.device)
@@ -218,7 +218,7 @@ class Session:
         All that ranks must agree on is part of the record, and so of the messages' tags: ranks that disagree never
         receive each other's messages.
         """
-        is_forward = request.forward is None
+        is_forward = request.forward_number is None
         if is_forward:
             self._digests.count_forward()
         batch, sequence = self._lookup(op_key)
@@ -227,7 +227,7 @@ class Session:
         except ValueError as error:
             self._refuse(str(error))
         data, device_digest = self._data_digest(sequence, request.device) if is_forward else (sequence.digest, None)
-        backward_of = "" if request.forward is None else ".".join(map(str, request.forward.tolist()))
+        backward_of = "" if request.forward_number is None else ".".join(map(str, request.forward_number.tolist()))
         gradients = is_forward and request.gradients
         detail = f"{request.pass_}: {prepared.detail}"
         after_error = None if data else self._after_error

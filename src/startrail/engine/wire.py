@@ -1,7 +1,7 @@
 """``Wire``: pieces as tensors. In memory and in messages a piece is one flat run of bytes, its widest tensors first.
 
 A ``Wire`` combines the sizes of one part of a call with its dtypes and the places of a piece's tokens. It knows nothing
-about which ranks talk to each other.
+about which ranks talk to each other. How tensors become those that travel is said here alone (``Wire.encoded``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from startrail.compile.call import Part
-from startrail.kernels import accumulator
+from startrail.kernels import Sums, accumulator
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.kernels.rearrange import Chunks
-from startrail.schedule.sizes import Field
+from startrail.schedule.sizes import ITEMSIZES, Field
 from startrail.schedule.values import Piece
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = tuple(getattr(torch, name) for name in ITEMSIZES)  # of messages
+Tensors = tuple[Tensor, ...]
 
 
 class Cut(NamedTuple):
@@ -70,21 +71,39 @@ class Wire:
             start += nbytes
         return [cuts[index] for index in range(len(fields))]
 
-    def views(self, flat: Tensor, kind: str, tokens: int) -> tuple[Tensor, ...]:
+    def views(self, flat: Tensor, kind: str, tokens: int) -> Tensors:
         """The tensors of a piece of ``tokens`` tokens, as views of its bytes."""
         if (kind, tokens) not in self._cuts:
             self._cuts[kind, tokens] = self.cuts(self.sizes.fields(kind, tokens))
         return tuple(cut.of(flat) for cut in self._cuts[kind, tokens])
-
-    def result_shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
-        """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
-        return [field.shape for field in self.sizes.fields(kind, tokens) if len(field.shape) == 4]
 
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` as the peers see it. The backward pass may compute a block on another rank than the forward pass did,
         from rounded inputs, so the rank that has the original numbers rounds them too: lse and delta would not match
         otherwise. bfloat16 and float16 have one size, but neither holds the other's numbers."""
         return x if self._holds_inputs else x.to(self.wire_dtype)
+
+    # --- what travels
+
+    def encoded(self, kind: str, tensors: Tensors) -> Tensors:
+        """The tensors of a piece as they travel, one for each of its ``fields``. They are copied to the piece's bytes,
+        which converts their dtype. A scale is one more tensor, with a number for each token: bundles and heads are
+        parts of pieces, and are cut from what this returns."""
+        return tensors
+
+    def decoded(self, kind: str, views: Tensors) -> Tensors:
+        """The tensors of a piece from views of its bytes. Parts of several head ranks have one more dimension, in
+        front."""
+        return views
+
+    def pack(self, kind: str, views: Tensors, tensors: Tensors) -> None:
+        """Write the tensors of a piece to its bytes."""
+        for view, tensor in zip(views, self.encoded(kind, tensors), strict=True):
+            view.copy_(tensor)
+
+    def add(self, kind: str, views: Tensors, sums: Sums) -> None:
+        """Add our sums to those of a peer, in the bytes that it sent."""
+        sums.add_to(views)
 
     # --- heads
 

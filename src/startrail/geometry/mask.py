@@ -156,6 +156,11 @@ class Mask:
         return [node.depth + i for node in _tree_nodes(parents, lengths) for i in range(node.stop - node.start)]
 
     @property
+    def hides_rows(self) -> bool:
+        """True if some queries may see nothing; else each sees itself."""
+        return bool(self.steps)
+
+    @property
     def staircases(self) -> tuple[Mask, ...]:
         """Masks of one staircase each that show every pair of this one exactly once."""
         return self._several or (self,)
@@ -211,7 +216,7 @@ class Mask:
         >>> list(Mask.from_slices([(0, 2, 0, 2), (2, 3, 0, 4), (5, 9, 0, 6)]).rows_with_keys(1, 8))
         [(1, 3), (5, 8)]
         """
-        if not self.steps:
+        if not self.hides_rows:
             yield start, stop
             return
         first = max(bisect_right(self.steps, start, key=lambda s: s.q0) - 1, 0)

@@ -20,7 +20,7 @@ from startrail.geometry.tiles import segments_of
 
 def needed_keys(mask: Mask, own: Runs, end: int) -> Runs:
     """Runs of keys that some query of the runs ``own`` sees, without those runs. The sequence has ``end`` tokens."""
-    if mask.steps:  # some queries may see nothing, so there can be gaps
+    if mask.hides_rows:  # so there can be gaps
         seen = [(s.low, s.last_high) for s in segments_of(mask, own, ((0, end),))]
     else:  # every query sees itself, so those of a run see one interval
         seen = [(mask.visible(start, end)[0], mask.visible(start + count - 1, end)[1]) for start, count in own]

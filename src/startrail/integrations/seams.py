@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -55,20 +56,12 @@ def _convolution(
     return runs.conv1d(hidden_states, weight, bias, activation)
 
 
-def _gated_delta_rule(
-    runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-    use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
+def _delta_rule(
+    rule: Callable[..., Any], runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    chunk_size: int = 64, use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
     normalize = use_qk_l2norm_in_kernel
-    return runs.scan(gated_delta_rule, query, key, value, g, beta, normalize=normalize, function=fused), None
-
-
-def _kimi_delta_rule(
-    runs: Runs, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-    use_qk_l2norm_in_kernel: bool = False, fused: Callable[..., Any] | None = None,
-) -> tuple[Tensor, None]:  # fmt: skip
-    normalize = use_qk_l2norm_in_kernel
-    return runs.scan(kimi_delta_rule, query, key, value, g, beta, normalize=normalize, function=fused), None
+    return runs.scan(rule, query, key, value, g, beta, normalize=normalize, function=fused), None
 
 
 def _mamba2(
@@ -205,8 +198,8 @@ def _of_rg_lru(_: Any) -> tuple[list[Any], dict[str, Any]]:
 # By their names in a modeling file; with a dot, a method of one of its classes.
 SEAMS = {
     "causal_conv1d_fn": Seam(_convolution, "convolution", _of_convolution),
-    "torch_chunk_gated_delta_rule": Seam(_gated_delta_rule, "gated delta rule", _of_delta_rule),
-    "chunk_kimi_delta_attention": Seam(_kimi_delta_rule, "Kimi delta rule", _of_kimi_delta_rule),
+    "torch_chunk_gated_delta_rule": Seam(partial(_delta_rule, gated_delta_rule), "gated delta rule", _of_delta_rule),
+    "chunk_kimi_delta_attention": Seam(partial(_delta_rule, kimi_delta_rule), "Kimi delta rule", _of_kimi_delta_rule),
     "mamba2_chunk_scan": Seam(_mamba2, "Mamba-2", _of_mamba2),
     "mamba2_split_conv1d_scan_combined": Seam(_in_parts),
     "mamba_selective_scan": Seam(_mamba1, "Mamba-1", _of_mamba1),

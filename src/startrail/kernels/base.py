@@ -1,4 +1,4 @@
-"""The block kernel: attention of one query shard to one key/value shard, forward and backward.
+"""``Kernel``, a backend: attention of one query shard to one key/value shard, forward and backward.
 
 ``visible`` is the block's list of tiles (see `geometry.tiles`). A backend computes one tile: full, causal, or under a
 boolean mask. Everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.

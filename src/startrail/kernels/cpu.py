@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from startrail._compat import cpu_flash_backward, cpu_flash_forward
+from startrail._compat import cpu_flash_backward, cpu_flash_forward, dtype_name
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import BackwardTile, ForwardTile, Kernel, TileMask
 from startrail.kernels.diagonal import backward_causal, forward_causal
@@ -46,7 +46,7 @@ class CpuKernel(Kernel):
     def __init__(self, dtype: torch.dtype, softcap: float | None = None) -> None:
         self.dtype, self.softcap = accumulator(dtype), softcap
         op = "ATen's flash attention for CPUs"
-        self.reason = f"{op}, in {str(self.dtype).removeprefix('torch.')}"
+        self.reason = f"{op}, in {dtype_name(self.dtype)}"
         if softcap is not None:
             self.reason = f"softcap={softcap}: plain math in float64; {op} does not support it"
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from startrail.kernels.accumulate import accumulator
 from startrail.kernels.runs import (
     Recurrence,
     check_decay,
@@ -64,7 +65,7 @@ class LinearRecurrence(Recurrence):
 
     def __init__(self, a: Tensor, b: Tensor, lengths: Sequence[int] | None) -> None:
         self._chunks = chunks_of(lengths_of(lengths, b), b.device)
-        dtype = torch.promote_types(b.dtype, torch.float32)
+        dtype = accumulator(b.dtype)
         self._a = self._chunks.split(a.to(dtype), padding=1.0).movedim(2, 0)
         self._b = self._chunks.split(b.to(dtype)).movedim(2, 0)
         self.shape, self.dtype = (b.shape[0], self._chunks.runs, *b.shape[2:]), dtype
@@ -114,7 +115,7 @@ class SelectiveScan(Recurrence):
 
     def __init__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, lengths: Sequence[int] | None) -> None:
         self._lengths = lengths_of(lengths, x)
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = accumulator(x.dtype)
         self._tokens = [tensor.to(dtype) for tensor in (x, dt, b, c)]
         self._a, self._dtype = a.to(dtype), x.dtype
         self.shape, self.dtype = (x.shape[0], len(self._lengths), *a.shape), dtype

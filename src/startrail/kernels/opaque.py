@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.kernels.accumulate import accumulator
 from startrail.kernels.runs import Recurrence, check_states, lengths_of, name_of
 
 FLA = {"chunk_gated_delta_rule": "fla.ops.gated_delta_rule", "chunk_kda": "fla.ops.kda"}
@@ -63,7 +64,7 @@ class AroundDeltaRule(Recurrence):
         ends = list(accumulate(len(v) * list(lengths), initial=0))
         self._ends = torch.tensor(ends, dtype=torch.int64, device=v.device)
         self.shape = len(v), len(lengths), v.shape[2], k.shape[3], v.shape[3]
-        self.dtype = torch.promote_types(v.dtype, torch.float32)
+        self.dtype = accumulator(v.dtype)
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         state = self._v.new_zeros(self.shape, dtype=self.dtype) if state is None else state
@@ -110,7 +111,7 @@ class AroundMamba2(Recurrence):
         self._kernel, self._chunk_size = kernel, chunk_size
         self._runs = list(zip(*(y.split(list(lengths), 1) for y in (x, dt, b, c)), strict=True))
         self.shape = len(x), len(lengths), x.shape[2], b.shape[3], x.shape[3]
-        self.dtype = torch.promote_types(x.dtype, torch.float32)
+        self.dtype = accumulator(x.dtype)
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         state = self._a.new_zeros(self.shape, dtype=self.dtype) if state is None else state

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from startrail.kernels.accumulate import accumulator
 from startrail.kernels.opaque import AroundDeltaRule, fla_kernel, suit_kernels
 from startrail.kernels.runs import Recurrence, RunChunks, carry, check_decay, chunks_of, lengths_of
 
@@ -284,7 +285,7 @@ def _by_head(chunks: RunChunks, tensors: Sequence[Tensor]) -> list[Tensor]:
     """q, k, v and others (batch, tokens, heads, dim) -> (chunks, batch, key heads, value heads of each, size, dim), at
     least in float32."""
     _, k, v, *_ = tensors
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = accumulator(v.dtype)
     return [chunks.split(x.to(dtype)).transpose(2, 3).unflatten(2, (k.shape[2], -1)) for x in tensors]
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from startrail.compile.attention import Attention
 from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
+from startrail.geometry.mask import Mask
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.predict import predict
 from startrail.planner.pricing import plan_prices
@@ -37,8 +38,8 @@ class Expanding:
         next power of two."""
         rates, size = self.cluster.device.rates, DTYPES.get(call.dtype)
         dtype = next((name for name in (call.dtype, *rates) if name in rates and DTYPES[name] == size), "")
-        local, dense = call.tokens_per_rank(self.cluster.world), not (call.is_sparse or call.mask.chunk)
-        known = dtype and dense and not (call.mask.steps or plan.family.by_demand)
+        local, dense = call.tokens_per_rank(self.cluster.world), call.mask == Mask(call.mask.causal)
+        known = dtype and dense and not (call.documents or plan.family.by_demand)
         if not known or local < MIN_TOKENS or self.cluster.world > MAX_RANKS:
             return False
         length = self.cluster.world << (local - 1).bit_length()

@@ -15,21 +15,22 @@ follows the runner line by line.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import cached_property
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes, ends_of_columns
 from startrail.geometry.tiles import Costs, Tile
-from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
+from startrail.planner.block_tiles import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import PROCESSORS, TILE_ROWS, occupancy
 from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.schedule.plan import CHANNELS, Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import PieceSizes, Sizes
 from startrail.schedule.values import FORWARD, KINDS, Block, Pass, Piece
-from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
+from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker
 
 if TYPE_CHECKING:
     from startrail.planner.cluster import ClusterSpec
@@ -128,7 +129,7 @@ class Prices:
     ) -> None:
         self.cluster, self.sizes, self.tiles, self.engine = cluster, sizes, tiles, engine
         self.rates = cluster.device.of(dtype)
-        self.batch, self.heads, _, _ = sizes.fields("q", sizes.tokens)[0].shape  # of one group
+        self.batch, self.heads, _, _ = sizes.shapes("q", sizes.tokens)[0]  # of one group
         kernel, widths = self.rates.kernel, (sizes.head_dim, sizes.out_dim)
         self.widths = kernel.widths(*widths) if kernel is not None else (max(widths),) * 2  # as computed
         self.latent = sizes if isinstance(sizes, LatentSizes) else None
@@ -220,7 +221,7 @@ class Prices:
         """Of the keys and of the values of a token, as blocks take them."""
         if self.latent is not None:
             return [self.heads * self.sizes.head_dim, self.heads * self.sizes.out_dim]
-        return [field.shape[1] * field.shape[3] for field in self.sizes.fields("kv", 1)]
+        return [heads * width for _, heads, _, width in self.sizes.shapes("kv", 1)]
 
     def expand(self, column: int) -> float:
         """Seconds to expand the keys and values of a column from its latents."""
@@ -301,10 +302,10 @@ def tasks_of(program: Program, prices: BlockPrices, marks: list[Mark] | None = N
     """The tasks of a program. ``marks`` gets one entry per event, for traces."""
     pricing = ProgramPricing(program, prices, [])
     pricing.work = prices.cluster.device.start / 2
-    walker, handlers = Walker(program), handlers_of(pricing)
+    walker = Walker(program)
     for step in walker.steps():
         for event in step.events:
-            handlers[type(event)](event)
+            pricing.handle(event)
             if marks is not None:
                 marks.append(Mark(step.number, event, len(pricing.tasks), pricing.work))
     pricing.finish(walker)
@@ -332,6 +333,9 @@ class ProgramPricing:
         has_latents = isinstance(prices, Prices) and prices.latent is not None
         self.ends = ends_of_columns(program) if has_latents else frozenset()
         self.work = 0.0
+
+    def handle(self, event: Event) -> None:
+        HANDLERS[type(event)](self, event)
 
     def flush(self) -> None:
         if self.work:
@@ -443,6 +447,15 @@ class ProgramPricing:
             self.work += self.program.plan.groups * (self.copy(self.nbytes[kind]) if over_heads else self.pack(own))
         self.wait(walker.sends)
         self.flush()
+
+
+HANDLERS: dict[type[Event], Callable[[ProgramPricing, Any], None]] = {
+    Await: ProgramPricing.arrive,
+    Post: ProgramPricing.post,
+    Prepare: ProgramPricing.prepare,
+    Compute: ProgramPricing.compute,
+    Combine: ProgramPricing.combine,
+}
 
 
 def call_tasks(prices: Prices, world: int, rank: int, pass_: Pass) -> list[Task]:

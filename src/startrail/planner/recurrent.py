@@ -44,8 +44,8 @@ class Speeds(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def kernel_speeds(key: str = "fla") -> Speeds:
-    path = find_file(key, "recurrences", "kernel of recurrences")
+def kernel_speeds() -> Speeds:
+    path = find_file("fla", "recurrences", "kernel of recurrences")
     table, keys = read_file(path), ("chip", "matmul", "forward", "backward")
     fields = check_keys(table, ("name", "source", "curves"), ("name", "source", "curves"), path.name)
     (curves,) = table["curves"]

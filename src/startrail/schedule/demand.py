@@ -1,4 +1,4 @@
-"""The keys that each rank needs of the others, and the messages that bring them.
+"""The keys that each rank needs of the others, the messages that bring them, and the steps of these messages.
 
 It follows from two tables of runs (first position, count) per rank: the tokens that it owns, and those of others that
 it needs. Tokens that several ranks of a node need cross the link to that node once: one of these ranks gets them first
@@ -19,7 +19,7 @@ needs two more of rank 0:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -27,7 +27,7 @@ from math import prod
 from typing import NamedTuple
 
 from startrail.schedule.places import to_digits
-from startrail.schedule.values import Bundle, Source
+from startrail.schedule.values import Block, Bundle, Merge, Piece, Source, Step, Transfer
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -128,6 +128,47 @@ class Demand:
     @cached_property
     def _cache(self) -> dict[int | Edge, tuple[list[int], list[int]]]:
         return {}
+
+
+def fetch_steps(demand: Demand, rank: int, kind: str) -> list[Step]:
+    """Messages bring each rank what it needs of others. It computes a block with its own piece, and one with each
+    message when it has arrived."""
+    bundles = demand.bundles(rank)
+    steps: list[Step] = []
+    for depth in range(demand.depth + 1):
+        arrived = [number for e, (number, _) in bundles.items() if e.receiver == rank and e.depth == depth - 1]
+        sources = {s.shard for edge, (_, b) in bundles.items() if edge.depth == depth for s in b.sources}
+        after = tuple(Piece(kind, number, 0) for number in sorted(sources - {rank}))
+        blocks = tuple(Block(rank, column, 0) for column in (arrived if depth else [rank]))
+        steps.append(Step(_posts(demand, bundles, rank, kind, depth), blocks, after=after))
+    return [step for step in steps if step != Step()]
+
+
+def return_steps(demand: Demand, rank: int, kind: str) -> list[Step]:
+    """Gradients take the way of what was fetched in reverse: a rank that passed it on adds the gradients that come back
+    to its own before it returns them."""
+    bundles, steps = demand.bundles(rank), []
+    for depth in reversed(range(demand.depth)):
+        merges = tuple(
+            Merge(Piece(kind, number, 0), edge.receiver)
+            for edge, (number, _) in bundles.items()
+            if edge.sender == rank and edge.depth == depth
+        )
+        steps.append(Step(_posts(demand, bundles, rank, kind, depth, back=True), merges=merges))
+    return [step for step in steps if step != Step()]
+
+
+def _posts(
+    demand: Demand, bundles: Mapping[Edge, tuple[int, Bundle]], rank: int, kind: str, depth: int, back: bool = False
+) -> tuple[Transfer, ...]:
+    """The messages of one depth, receives first. ``back``: from their receivers to their senders."""
+    lane = len(demand.sizes)
+    return tuple(
+        Transfer(send, lane + demand.level(edge), Piece(kind, number, 0), edge.sender + edge.receiver - rank)
+        for send in (False, True)
+        for edge, (number, _) in bundles.items()
+        if edge.depth == depth and (rank == (edge.receiver if back else edge.sender)) == send
+    )
 
 
 def _regions(owned: Sequence[Runs], needed: Sequence[Runs]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:

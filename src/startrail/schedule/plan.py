@@ -278,9 +278,10 @@ def _level(part: str, text: str) -> Level:
     for family in FAMILIES:
         if (level := family.read(part)) is not None:
             return level
+    forms = ", ".join(family.form for family in FAMILIES)
     raise ValueError(
-        f"plan {text!r}: cannot read {part!r}; write levels as TEAMxRING, heads as uN, or starC: "
-        "for example 2x2/u8, u4/1x8, 1x16, u8, star4"
+        f"plan {text!r}: cannot read {part!r}; write heads as uN and other levels as {forms}: "
+        "for example 2x2/u8, u4/1x8, 1x16, u8"
     )
 
 

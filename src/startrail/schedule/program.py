@@ -47,14 +47,14 @@ class Program:
         """True if a transfer goes over heads, and so carries only part of a piece."""
         return self.place.by_heads[post.lane]
 
-    def sends(self, sizes: ByKind, tokens: int = 1) -> Iterator[tuple[Transfer, float]]:
-        """Every send with its size; ``sizes`` are those of whole pieces by kind, of ``tokens`` tokens each."""
+    def sends(self, sizes: ByKind) -> Iterator[tuple[Transfer, float]]:
+        """Every send with its size; ``sizes`` are those of whole pieces by kind, or of tokens if there are bundles."""
         for step in self.steps:
             for post in step.posts:
                 if post.send:
                     bundle = self.bundles.get(post.piece.shard)
                     share = 1 / self.place.num_heads if self.is_part(post) else 1.0
-                    yield post, sizes[post.piece.kind] * (bundle.tokens / tokens if bundle else share)
+                    yield post, sizes[post.piece.kind] * (bundle.tokens if bundle else share)
 
     @cached_property
     def last_uses(self) -> tuple[tuple[Piece, ...], ...]:

@@ -6,7 +6,7 @@
 4
 >>> sizes.fields("out", 8)                           # lse, and the outputs of a rank's 2 heads
 (Field(shape=(1, 2, 8), wide=True), Field(shape=(1, 2, 8, 64), wide=False))
->>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and 8 tokens
+>>> sizes.nbytes("q"), sizes.nbytes_of("q", 8)         # 64 tokens x 2 heads x 64 x 4 bytes, and 8 tokens
 (32768, 4096)
 """
 
@@ -24,6 +24,8 @@ from startrail.schedule.plan import Plan, PlanError
 from startrail.schedule.program import groups_at_once, stated_pieces
 from startrail.schedule.values import BACKWARD, KINDS, Pass, Piece
 
+# Bytes per element of what can travel. Torch names these dtypes.
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that they can be viewed as any dtype
 
 
@@ -61,6 +63,11 @@ class PieceSizes(ABC):
     @abstractmethod
     def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
         """The tensors of a piece of ``tokens`` tokens."""
+
+    def shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
+        """The shapes (batch, heads, tokens, features) of a piece's tensors, without those that have one number for each
+        row, such as lse, which comes with its output."""
+        return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
 
     @abstractmethod
     def bytes_of(self, field: Field) -> int:
@@ -183,13 +190,6 @@ class Sizes(PieceSizes):
     def nbytes(self, kind: str) -> int:
         """Bytes of a whole piece."""
         return self.by_kind[kind]
-
-    def part_bytes(self, kind: str) -> int:
-        """Bytes of the part of a piece that covers one rank's tokens."""
-        return self._sum(self.fields(kind, self.local))
-
-    def _sum(self, fields: Sequence[Field]) -> int:
-        return sum(self.bytes_of(field) for field in fields)
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
         """Peak memory of one pass besides the caller's tensors: received pieces, own pieces packed for sending,

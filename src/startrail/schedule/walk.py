@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from startrail.schedule.program import Program
 from startrail.schedule.values import Block, Piece, Transfer
@@ -122,30 +122,6 @@ class Walk(NamedTuple):
                 if isinstance(event, Post) and any(piece.kind in results for piece in event.exchanged):
                     return event
         return None
-
-
-class Visitor(Protocol):
-    """Handles the events of a walk."""
-
-    def arrive(self, event: Await, /) -> None: ...
-    def post(self, event: Post, /) -> None: ...
-    def prepare(self, event: Prepare, /) -> None: ...
-    def compute(self, event: Compute, /) -> None: ...
-    def combine(self, event: Combine, /) -> None: ...
-
-
-Handlers = dict[type[Event], Callable[[Any], None]]
-
-
-def handlers_of(visitor: Visitor) -> Handlers:
-    """The visitor's method for each type of event."""
-    return {
-        Await: visitor.arrive,
-        Post: visitor.post,
-        Prepare: visitor.prepare,
-        Compute: visitor.compute,
-        Combine: visitor.combine,
-    }
 
 
 @lru_cache(maxsize=256)

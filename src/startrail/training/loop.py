@@ -68,7 +68,7 @@ class Trainer:
             self.task.load(0)  # so that a mistake in the data is found now, on every rank
             self.forecast = make_forecast(recipe, job, self.sp, self.task, description, self.world)
         check_same_data(self.task.data_size, digest)
-        self.checkpoints = Checkpoints(Path(recipe.out, "checkpoints"), recipe, self.task.data_size, stop)
+        self.checkpoints = Checkpoints(recipe, self.task.data_size, stop)
         writers = self.world if recipe.zero else 1
         self.begin = self.checkpoints.prepare(round(self.forecast.memory.checkpoint) * writers)
         self.record = RunRecord(recipe, display, self.forecast)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from startrail.launch.heartbeat import Heartbeat, HeartbeatMonitor, SharedMemory
 from startrail.launch.local import RankError, check_ranks, run_local
 from startrail.launch.signals import Stop, StoppedError
 from startrail.launch.torchrun import JoinError, device_of_rank, group_timeout, join, store_host
-from startrail.training.checkpoints.contents import steps_in
+from startrail.training.checkpoints.contents import checkpoints_of, steps_in
 from startrail.training.display import make_display
 from startrail.training.loop import Trainer
 from startrail.training.ranks import TrainingError, log
@@ -53,7 +52,7 @@ def start_local(recipe: Recipe) -> int:
             results = run_local(on_rank, recipe.ranks, deadline=None, timeout=timeout, on_poll=check_heartbeats)
     except RankError as error:
         log(str(error))
-        if steps := steps_in(Path(recipe.out, "checkpoints")):
+        if steps := steps_in(checkpoints_of(recipe.out)):
             log(f"the same command continues from step {steps[-1]}")
         return FAILED
     assert results[0] is not None

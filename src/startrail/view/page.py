@@ -26,6 +26,7 @@ from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.topology import Machine
 from startrail.planner.units import count_text, parse_count, shipped, short_repr, suggestion
 from startrail.planner.workload import check_heads
+from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan, plans_for
 from startrail.view.recording import MAX_RANKS, TICKS, record
@@ -153,7 +154,8 @@ def roles_of(machine: Machine) -> dict[str, str]:
     if nodes > 1 and ranks > 1:
         roles |= {f"u{nodes}/1x{ranks}": "heads outermost", f"1x{nodes}/u{ranks}": "USP"}
         roles |= {f"1x{nodes}/1x{ranks}": "double ring"}
-    roles |= {f"star{team}": "the paper" for team in range(2, MAX_TEAM + 1) if world % team**2 == 0}
+    papers = [Plan(levels) for family in FAMILIES if family.is_papers for levels in family.grids(world, 1)]
+    roles |= {str(plan): "the paper" for plan in papers if plan.family.team(plan) <= MAX_TEAM}
     return roles | {f"u{world}": "Ulysses"}
 
 

@@ -169,7 +169,7 @@ def _svg(height: float, description: str, parts: Sequence[str]) -> str:
     return f'<svg {size} role="img" aria-label="{escape(description)}">{"".join(parts)}</svg>'
 
 
-def ticks(low: float, high: float, number: int = 5) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers that cover [low, high].
 
     >>> ticks(0.3, 4.1)
@@ -177,7 +177,7 @@ def ticks(low: float, high: float, number: int = 5) -> list[float]:
     """
     if high <= low:
         high = low + (abs(low) or 1.0)
-    rough = (high - low) / number
+    rough = (high - low) / 5
     unit = 10 ** floor(log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,16 +29,13 @@ SECONDS_PER_CLIENT = 30  # to send a question
 DRAINED_BYTES, DRAINED_SECONDS = 2**20, 10.0  # at most, of what a client still sends after we refused it
 
 
-class PageServer(ThreadingHTTPServer):
-    """Serves one page, which opens with ``start``. ``clusters`` are offered besides those that startrail ships."""
+class LocalServer(ABC, ThreadingHTTPServer):
+    """Serves one ``page``, and an ``answer`` to what is posted to ``/record``."""
 
     daemon_threads = True
+    page: bytes
 
-    def __init__(self, port: int, start: Mapping[str, str], clusters: Mapping[str, ClusterSpec]) -> None:
-        self.clusters, self.playing = clusters, Lock()
-        known = {name: find_cluster(name) for name in shipped("clusters")} | dict(clusters)
-        names = [name for name, cluster in known.items() if len(cluster.levels) <= 2]
-        self.page = html_page([scene(start, clusters)], live=names).encode()
+    def __init__(self, port: int) -> None:
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -46,6 +44,21 @@ class PageServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
+
+    @abstractmethod
+    def answer(self, body: bytes) -> dict[str, Any]:
+        """What to answer to a question."""
+
+
+class PageServer(LocalServer):
+    """The page opens with ``start``. ``clusters`` are offered besides those that startrail ships."""
+
+    def __init__(self, port: int, start: Mapping[str, str], clusters: Mapping[str, ClusterSpec]) -> None:
+        self.clusters, self.playing = clusters, Lock()
+        known = {name: find_cluster(name) for name in shipped("clusters")} | dict(clusters)
+        names = [name for name, cluster in known.items() if len(cluster.levels) <= 2]
+        self.page = html_page([scene(start, clusters)], live=names).encode()
+        super().__init__(port)
 
     def answer(self, body: bytes) -> dict[str, Any]:
         """The scene that a question asks for, or the reason why there is none."""
@@ -74,7 +87,7 @@ def _read_question(body: bytes) -> tuple[dict[str, str], list[str]]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: PageServer
+    server: LocalServer
     timeout = SECONDS_PER_CLIENT
     server_version, sys_version = "startrail", ""
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from startrail.geometry.mask import Mask
 from startrail.planner.topology import Machine
 from startrail.schedule.families.base import Heads
-from startrail.schedule.families.nested import Rings
 from startrail.schedule.plan import Plan
 from startrail.view.matrix import is_sparse, owners_of
 
@@ -69,11 +68,8 @@ def grids_of(plan: Plan, world: int) -> list[Grid]:
     for level, size in zip(plan.levels, plan.sizes(world), strict=True):
         if isinstance(level, Heads):
             grids.append(Grid(1, size, 1, True))
-        elif isinstance(level, Rings):
-            grids.append(Grid(level.team, level.ring, level.team, False))
         else:
-            team = plan.family.team(plan)
-            grids.append(Grid(team * team, size // team**2, team, False))
+            grids.append(Grid(*plan.family.drawing(level, size), False))
     return grids
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from startrail._compat import default_timeout
+from startrail._compat import default_timeout, dtype_name
 from startrail.agreement.gather import gather_texts
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
@@ -207,7 +207,7 @@ def _rates(device: torch.device) -> dict[str, Any]:
     dtype, probe = torch.bfloat16 if device.type == "cuda" else torch.float32, probe_for(device)
     heads, dim = probe.heads, probe.head_dim
     kernel = kernel_for(device, dtype, dim)
-    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
+    found: dict[str, Any] = {"dtype": dtype_name(dtype), "forward": {}, "backward": {}}
     for tokens in probe.blocks:
         batch = max(1, probe.tokens // tokens)
         q, k, v, dout = (torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype) for _ in range(4))

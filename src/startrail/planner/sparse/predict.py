@@ -36,7 +36,7 @@ from startrail.planner.simulator import OnTask, OnTransfer, SimulatedPass
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES, Pass
-from startrail.schedule.walk import Finish, Walker, handlers_of
+from startrail.schedule.walk import Finish, Walker
 
 MAX_RANKS = 256  # all of which are simulated
 MESSAGES_PER_PART = 1 << 24
@@ -125,10 +125,9 @@ class SparseCall:
             pricings.append(ProgramPricing(program, prices, tasks, part * MESSAGES_PER_PART, lane))
             walkers.append(Walker(program))
             walks.append(walkers[-1].steps())
-        handlers = [handlers_of(pricing) for pricing in pricings]
         for part, number in run_order(programs):
             for event in next(walks[part]).events:
-                handlers[part][type(event)](event)
+                pricings[part].handle(event)
                 if marks is not None:
                     marks.append(Mark(number, event, len(tasks), pricings[part].work))
             pricings[part].flush()

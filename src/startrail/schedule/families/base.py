@@ -4,7 +4,7 @@ A plan is a list of levels. Heads levels (``uU``) belong to no family: ``compose
 any family's steps. All other levels of a plan belong to one family. A family sees only the *shards* of the sequence:
 ``plan.shard_levels`` and the shard digits of a ``Place``.
 
-The planner knows no family by name. It asks the methods below.
+Planner, engine and views know no family by name. They ask the methods below.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class Heads(Level):
 class Family(ABC):
     """One way to build schedules.
 
-    ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
-    ``open_ended`` family fits several world sizes. The programs of a ``by_demand`` family follow from the ``demand`` of
-    each rank for keys, and use lanes of their own; without a demand, every rank needs all keys. All other families move
-    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes. ``is_papers``:
-    the schedule of the StarTrail paper.
+    ``level`` is the class of its levels, ``form`` how their text reads, and ``backwards`` lists its backward forms, the
+    default first. An ``open_ended`` family fits several world sizes. The programs of a ``by_demand`` family follow from
+    the ``demand`` of each rank for keys, and use lanes of their own; without a demand, every rank needs all keys. All
+    other families move everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of
+    bytes. ``is_papers``: the schedule of the StarTrail paper.
     """
 
     level: ClassVar[type[Level]]
+    form: ClassVar[str]
     backwards: ClassVar[tuple[str, ...]]
     open_ended: ClassVar[bool] = False
     by_demand: ClassVar[bool] = False
@@ -135,6 +136,10 @@ class Family(ABC):
     @abstractmethod
     def team(self, plan: Plan) -> int:
         """Ranks that share queries."""
+
+    def drawing(self, level: Level, size: int) -> tuple[int, int, int]:
+        """How to draw the ``size`` members of a level: concentric rings, places on each ring, ranks of a team."""
+        return 1, size, 1
 
     @abstractmethod
     def useful_keeps(self, plan: Plan) -> tuple[str, ...]:

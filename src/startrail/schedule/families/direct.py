@@ -12,14 +12,14 @@ post kv5<0@2 kv6<1@2 kv7>3@3 | 2x2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from startrail.schedule.demand import NARROW, Demand, Edge
+from startrail.schedule.demand import NARROW, Demand, fetch_steps, return_steps
 from startrail.schedule.families.base import ByKind, Family, Level
 from startrail.schedule.places import Place
-from startrail.schedule.values import Block, Bundle, Merge, Pass, Piece, Step, Transfer
+from startrail.schedule.values import Bundle, Pass, Step
 
 if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
@@ -37,7 +37,7 @@ class DirectLevel(Level):
 
 
 class DirectFamily(Family):
-    level = DirectLevel
+    level, form = DirectLevel, "direct"
     backwards = ("keys",)
     open_ended = True
     by_demand = by_rank = True
@@ -107,44 +107,3 @@ DIRECT = DirectFamily()
 def direct_steps(demand: Demand, rank: int, pass_: Pass) -> list[Step]:
     """The steps of a rank. Keys are fetched again in the backward pass."""
     return fetch_steps(demand, rank, "kv") + ([] if pass_.is_forward else return_steps(demand, rank, "dkv"))
-
-
-def fetch_steps(demand: Demand, rank: int, kind: str) -> list[Step]:
-    """Messages bring each rank what it needs of others. It computes a block with its own piece, and one with each
-    message when it has arrived."""
-    bundles = demand.bundles(rank)
-    steps: list[Step] = []
-    for depth in range(demand.depth + 1):
-        arrived = [number for e, (number, _) in bundles.items() if e.receiver == rank and e.depth == depth - 1]
-        sources = {s.shard for edge, (_, b) in bundles.items() if edge.depth == depth for s in b.sources}
-        after = tuple(Piece(kind, number, 0) for number in sorted(sources - {rank}))
-        blocks = tuple(Block(rank, column, 0) for column in (arrived if depth else [rank]))
-        steps.append(Step(_posts(demand, bundles, rank, kind, depth), blocks, after=after))
-    return [step for step in steps if step != Step()]
-
-
-def return_steps(demand: Demand, rank: int, kind: str) -> list[Step]:
-    """Gradients take the way of what was fetched in reverse: a rank that passed it on adds the gradients that come back
-    to its own before it returns them."""
-    bundles, steps = demand.bundles(rank), []
-    for depth in reversed(range(demand.depth)):
-        merges = tuple(
-            Merge(Piece(kind, number, 0), edge.receiver)
-            for edge, (number, _) in bundles.items()
-            if edge.sender == rank and edge.depth == depth
-        )
-        steps.append(Step(_posts(demand, bundles, rank, kind, depth, back=True), merges=merges))
-    return [step for step in steps if step != Step()]
-
-
-def _posts(
-    demand: Demand, bundles: Mapping[Edge, tuple[int, Bundle]], rank: int, kind: str, depth: int, back: bool = False
-) -> tuple[Transfer, ...]:
-    """The messages of one depth, receives first. ``back``: from their receivers to their senders."""
-    lane = len(demand.sizes)
-    return tuple(
-        Transfer(send, lane + demand.level(edge), Piece(kind, number, 0), edge.sender + edge.receiver - rank)
-        for send in (False, True)
-        for edge, (number, _) in bundles.items()
-        if edge.depth == depth and (rank == (edge.receiver if back else edge.sender)) == send
-    )

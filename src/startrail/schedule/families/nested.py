@@ -94,7 +94,7 @@ def is_plain_ring(plan: Plan) -> bool:
 
 
 class Nested(Family):
-    level = Rings
+    level, form = Rings, "TEAMxRING"
     backwards = ("keys", "queries")
 
     def read(self, text: str) -> Rings | None:
@@ -180,6 +180,10 @@ class Nested(Family):
         queries = ("queries",) if self.team(plan) > 1 else ()
         columns = ("all",) if any(level.ring > 1 for level in rings_of(plan)) else ()
         return ("none", *queries, *columns)
+
+    def drawing(self, level: Level, size: int) -> tuple[int, int, int]:
+        assert isinstance(level, Rings)
+        return level.team, level.ring, level.team
 
     def hop_width(self, plan: Plan) -> int | None:
         return 1 if is_plain_ring(plan) else None

@@ -57,7 +57,7 @@ def team_of(plan: Plan) -> int:
 class StarFamily(Family):
     """One level over all shards; its ring length follows from their number. The backward pass moves queries."""
 
-    level = Star
+    level, form = Star, "starC"
     backwards = ("queries",)
     open_ended = True
     by_rank = True  # some ranks need not move their keys
@@ -129,6 +129,10 @@ class StarFamily(Family):
         for team in (2, 4):  # nobody misses a larger one
             if shards % team**2:
                 yield Star(team), f"{team}² = {team**2} does not divide {ranks}"
+
+    def drawing(self, level: Level, size: int) -> tuple[int, int, int]:
+        assert isinstance(level, Star)
+        return level.team**2, size // level.team**2, level.team
 
     def hop_width(self, plan: Plan) -> int | None:
         return team_of(plan)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from startrail._compat import dtype_name, shard_offsets
 from startrail.training.files import Folder, first_line
 from startrail.training.recipes import Recipe
 
@@ -45,9 +46,7 @@ _COMPLETE = re.compile(r"step-([0-9]{8,18})")
 _SUM = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 Index = dict[str, dict[str, Any]]
 ALIGNMENT_BYTES = 16  # enough for every dtype
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Piece(NamedTuple):
@@ -81,7 +80,7 @@ def pack(tensors: Mapping[str, Tensor], file: str, rank: int, world: int) -> tup
             pieces.append([file, size, first, list(part.shape)])
             parts.append((size, part))
             size += _aligned(part.nbytes)
-        index[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "pieces": pieces}
+        index[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "pieces": pieces}
     buffer = bytearray(size)
     for start, part in parts:
         numbers = torch.frombuffer(buffer, dtype=part.dtype, count=part.numel(), offset=start)
@@ -184,8 +183,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """A view of this rank's part of a tensor, and the part's offset in each dimension."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()
-        return tensor.to_local(), list(chunk.offsets)
+        return tensor.to_local(), shard_offsets(tensor)
     return tensor, [0] * tensor.dim()
 
 
@@ -214,6 +212,11 @@ class SavedState(NamedTuple):
                 read_into(tensors, self.tensors, folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"checkpoint {self.path} cannot be read: {first_line(error)}") from None
+
+
+def checkpoints_of(out: Path | str) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(out, "checkpoints")
 
 
 def steps_in(folder: Path) -> list[int]:

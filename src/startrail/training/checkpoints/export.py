@@ -11,6 +11,7 @@ from startrail.training.checkpoints.contents import (
     OWN_NAMES,
     SavedState,
     checkpoint_path,
+    checkpoints_of,
     empty_tensors,
     read_state,
     steps_in,
@@ -112,7 +113,7 @@ def llama_config(recipe: Recipe) -> dict[str, Any]:
 
 def _newest_good(checkpoint: Path) -> tuple[SavedState, list[str]]:
     """The state of a good checkpoint, and why newer ones were skipped."""
-    folder = checkpoint / "checkpoints"
+    folder = checkpoints_of(checkpoint)
     paths = [(checkpoint_path(folder, step), OWN_NAMES) for step in reversed(steps_in(folder))]
     problems: list[str] = []
     for path, own in paths or [(checkpoint, 0)]:

@@ -40,6 +40,7 @@ from startrail.training.checkpoints.contents import (
     Index,
     SavedState,
     checkpoint_path,
+    checkpoints_of,
     merge_indices,
     pack,
     read_state,
@@ -53,8 +54,9 @@ from startrail.training.recipes import Recipe
 class Checkpoints:
     """The checkpoints of one run. All ranks make one and call its methods together."""
 
-    def __init__(self, folder: Path, recipe: Recipe, data_size: int, stop: Stop) -> None:
-        self.folder, self.recipe, self.data_size, self._stop = folder, recipe, data_size, stop
+    def __init__(self, recipe: Recipe, data_size: int, stop: Stop) -> None:
+        self.folder, self.recipe = checkpoints_of(recipe.out), recipe
+        self.data_size, self._stop = data_size, stop
         self._group = dist.new_group(backend="gloo")  # the writing threads communicate while training does
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._lead = self._rank == 0
