@@ -416,8 +416,12 @@ class Sequence:
         for which a rule would be one more constant of the batch."""
         if self.sp._expanding is None or torch.compiler.is_compiling():
             return False
-        problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
-        return self.sp._expanding.first(self.sp.plan, problem)
+        try:
+            shapes.check()
+            problem = shapes.problem(self._state.batch.boundaries, mask, shapes.dtype)
+            return self.sp._expanding.first(self.sp.plan, problem)
+        except ValueError:  # of shapes that do not fit, or not this plan: the op raises it on all ranks
+            return False
 
     @contextmanager
     def _reading(self, *tensors: Tensor) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Latent attention: keys and values that travel as latents, against one process that expands them, in float64."""
 
 import itertools
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -189,6 +190,26 @@ def test_masks_of_slices_and_unequal_shares():
     assert run_local(on_rank, 4) == [[]] * 4
 
 
+@pytest.mark.parametrize("cluster", [None, "lab@1x4"])
+def test_a_rank_of_a_small_share_may_hold_no_token(cluster, monkeypatch):
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+    monkeypatch.setattr(Expanding, "first", lambda self, plan, call: True)
+    *inputs, dout = make_inputs(9)
+    truth = one_process(inputs, dout, visible(9, True))
+
+    def on_rank(rank):
+        found, local = [], []
+        for plan in ("1x4", "2x2,keep=all", "4x1"):
+            sequence = startrail.SequenceParallel(plan, cluster=cluster).sequence(9, shares=(1, 0.01, 1, 1))
+            found += mistakes(sequence, inputs, dout, truth, causal=True)[0]
+            local.append(sequence.local)
+        return found, local
+
+    results = run_local(on_rank, 4)
+    assert [found for found, _ in results] == [[]] * 4
+    assert 0 in results[1][1], "otherwise this tests nothing"
+
+
 def test_hidden_states_travel_as_latents_without_a_rotary_part():
     """A plain model without rotary embeddings sends its hidden states, half as wide as its keys and values."""
     *inputs, dout = make_inputs(96, rope=0)
@@ -205,8 +226,41 @@ def test_hidden_states_travel_as_latents_without_a_rotary_part():
     assert run_local(on_rank, 4) == [[]] * 4
 
 
+@pytest.mark.parametrize("plan, share", [("1x4", 2 / 3), ("1x2/1x2", 1 / 2)])
+def test_a_narrow_wire_rounds_what_travels_and_nothing_else(plan, share):
+    """Float32 inputs, messages in bfloat16. Outputs, dq and the weights' gradients, which do not travel, are those of
+    the rounded inputs. Gradients of latents are sums of rounded numbers, but in a plain ring the sums travel in
+    float32."""
+    inputs = make_inputs(96, dtype=torch.float32)
+    q, latent, k_rope, dout = (inputs[at].bfloat16().float() for at in (0, 1, 2, 5))
+    truth = one_process([q, latent, k_rope, *inputs[3:5]], dout, visible(96, True))
+
+    def on_rank(rank):
+        wrong, sent = [], []
+        for wire in (None, torch.bfloat16):
+            sp = startrail.SequenceParallel(plan, wire_dtype=wire)
+            sequence = sp.sequence(96)
+            own = [x.requires_grad_() for x in sharded(sequence, inputs[:5])]
+            out = sequence.latent_attention(*own, causal=True)
+            grads = list(torch.autograd.grad(out, own, sequence.shard(inputs[5], 2)))
+            for weight in grads[3:]:
+                dist.all_reduce(weight)
+            promised = sum(sum(levels.values()) for levels in sequence.promised_traffic(*own, causal=True).values())
+            sent.append((sum(lane["bytes"] for lane in sp.traffic().values()), promised))
+            found = zip((out.detach(), *grads), sharded(sequence, truth, (2, *DIMS)), strict=True)
+            wrong = [((mine - true).norm() / true.norm()).item() for mine, true in found]
+        return wrong, sent
+
+    for wrong, ((wide, _), (narrow, promised)) in run_local(on_rank, 4):
+        out, dq, d_latent, d_rope, dw_k, dw_v = wrong
+        assert max(out, dq, dw_k, dw_v) < 1e-5
+        low, high = (0, 1e-5) if plan == "1x4" else (1e-4, 5e-3)
+        assert low < min(d_latent, d_rope) <= max(d_latent, d_rope) < high
+        assert narrow == promised == pytest.approx(share * wide)
+
+
 @pytest.mark.parametrize("plan", ["u2/1x2", "2x2"])
-def test_a_narrow_wire_and_narrow_inputs_are_as_exact_as_their_rounding(plan):
+def test_narrow_inputs_are_as_exact_as_their_rounding(plan):
     """In bfloat16 the output is as close to the truth as one process that computes in bfloat16, within a factor."""
     *inputs, dout = make_inputs(128, dtype=torch.bfloat16)
     truth = one_process(inputs, dout, visible(128, True))
@@ -303,19 +357,42 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("cluster", [None, "lab@1x2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_that_do_not_fit_raise_on_all_ranks(name):
+def test_shapes_that_do_not_fit_raise_on_all_ranks(name, cluster, monkeypatch):
+    """Also where a described cluster makes the other rank send expanded keys."""
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+    monkeypatch.setattr(Expanding, "first", lambda self, plan, call: True)
+
     def on_rank(rank):
-        sequence = startrail.SequenceParallel("u2", timeout=30).sequence(16)
+        sequence = startrail.SequenceParallel("u2", timeout=30, cluster=cluster).sequence(16)
         tensors = dict(zip(NAMES, sharded(sequence, make_inputs(16, dtype=torch.float32)[:5]), strict=True))
         texts = []
-        for change in (WRONG[name], lambda x: x.numpy()):
+        for change in (WRONG[name], lambda x: x[0, 0], lambda x: x.int(), lambda x: x.numpy()):
             wrong = {**tensors, name: change(tensors[name])} if rank else tensors
             texts.append(error_of(lambda wrong=wrong: sequence.latent_attention(**wrong)))
         return texts, error_of(lambda: sequence.latent_attention(**tensors))
 
     for texts, later in run_local(on_rank, 2, deadline=60):
         assert all(text.startswith("ValueError: ") and name in text for text in texts), texts
+        assert later == "no error"
+
+
+def test_heads_that_do_not_fit_the_plan_raise_on_all_ranks_of_a_described_cluster():
+    """There, each rank simulates the plan before ranks have compared their shapes."""
+    inputs = make_inputs(1024, batch=1, dtype=torch.float32)[:5]
+
+    def on_rank(rank):
+        sequence = startrail.SequenceParallel("u2", timeout=30, cluster="lab@1x2").sequence(1024)
+        q, latent, k_rope, w_k, w_v = sharded(sequence, inputs)
+
+        def call(heads):
+            return sequence.latent_attention(q[:, :heads], latent, k_rope, w_k[:heads], w_v[:heads])
+
+        return error_of(lambda: call(7 if rank else 8)), error_of(lambda: call(8))
+
+    for text, later in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: ") and "7 query heads cannot be split over u2" in text, text
         assert later == "no error"
 
 
@@ -332,10 +409,11 @@ def test_ranks_with_other_widths_disagree():
         assert "w_v (8, 6, 16)" in text and "w_v (8, 5, 16)" in text
 
 
-@pytest.mark.parametrize("plan", ["1x4", "2x2", "u2/1x2", "4x1", "star2"])
-def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
+@pytest.mark.parametrize("plan", ["1x4", "1x4,keep=all", "2x2", "u2/1x2", "4x1", "star2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan, dtype):
     """``LatentSizes.peak_bytes`` with 8 heads, whose keys and values are 7 times as wide as their latent."""
-    *inputs, dout = make_inputs(4096, batch=1, dtype=torch.float32)
+    *inputs, dout = make_inputs(4096, batch=1, dtype=dtype)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
@@ -357,6 +435,31 @@ def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
         for peak, limit in zip(peaks, limits, strict=True):
             assert sizes.expanded_bytes < peak < limit, (peak, limit)
         assert kept == 0 or kept < 1.1 * (sizes.nbytes("q") + sizes.nbytes("kv"))
+
+
+def test_at_most_two_pieces_are_expanded_at_a_time(monkeypatch):
+    """Of four columns, in both passes; also where all latents are kept."""
+    made, alive, expand = [], [], latents.LatentKernel._expand
+
+    def counted(*args):
+        found = expand(*args)
+        made.append(weakref.ref(found.v.untyped_storage()))
+        alive.append(len({storage.data_ptr() for ref in made if (storage := ref()) is not None}))
+        return found
+
+    monkeypatch.setattr(latents.LatentKernel, "_expand", counted)
+    *inputs, dout = make_inputs(64)
+    truth = one_process(inputs, dout, visible(64, True))
+
+    def on_rank(rank):
+        found, most = [], []
+        for plan in ("1x4", "1x4,keep=all", "1x4,backward=queries"):
+            found += mistakes(startrail.SequenceParallel(plan).sequence(64), inputs, dout, truth, causal=True)[0]
+            most.append(max(alive))
+        return found, most, len(alive)
+
+    for found, most, calls in run_local(on_rank, 4):
+        assert found == [] and most == [2, 2, 2] and calls >= 3 * 2 * 4
 
 
 @pytest.mark.parametrize("plan, columns", [("2x2,keep=all", 2), ("2x2", 2), ("1x4,keep=all", 4), ("4x1", 1), ("u4", 1)])

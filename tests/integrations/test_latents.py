@@ -4,6 +4,7 @@ import copy
 import importlib
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 
 import transformers as hf
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -172,6 +174,35 @@ def test_compiled_and_recomputed_layers():
     assert run_local(on_rank, 2) == [[]] * 2
 
 
+def test_fully_sharded_layers_send_latents():
+    """FSDP gathers a layer's projection before it runs, and again for its backward pass."""
+    batch = dict(input_ids=(ids := tokens(1, 64)), labels=ids)
+    true_loss, true_grads = alone("deepseek_v3", batch)
+
+    def on_rank(rank):
+        sp, wrong, sent = startrail.SequenceParallel("1x2"), [], []
+        for kind in ("plain", "sharded", "recomputed"):
+            model = attach(model_of("deepseek_v3"), sp)
+            if kind == "recomputed":
+                model.gradient_checkpointing_enable()
+            for module in (*model.model.layers, model) if kind != "plain" else ():
+                fully_shard(module)
+            sp.reset_counters()
+            with InFloat64():
+                loss = model(**shard_batch(sp, **batch)).loss
+                backward(startrail.gradient_factor(model) * loss)
+            sent.append(sp.traffic()["level 0"]["bytes"])
+            if kind != "plain":
+                whole = {name: x.full_tensor() for name, x in gradients(model).items()}
+                wrong += [f"{kind}: {line}" for line in differences(whole, true_grads, 1e-12)]
+            torch.distributed.all_reduce(loss := loss.detach())
+            wrong += [] if abs(loss.item() / true_loss - 1) < 1e-13 else [f"{kind}: loss {loss}"]
+        return wrong, sent
+
+    for wrong, (plain, *others) in run_local(on_rank, 2):
+        assert wrong == [] and others == [plain, plain]
+
+
 def over_heads(layer, mesh):
     """Split a layer's heads. Each rank's gradient of k_rope, which all heads share, is that of its own heads."""
     split = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
@@ -256,6 +287,17 @@ def test_another_expansion_runs_as_before_and_says_so(kind, reason):
     with pytest.warns(UserWarning, match=reason):
         latents.install(model, lambda: None)
     assert latents.describe(model) == ("expanded keys of latents",)
+
+
+def test_a_layer_whose_expansion_was_replaced_keeps_it():
+    model = model_of("deepseek_v3", num_hidden_layers=2)
+    replaced, other = (layer.self_attn for layer in model.model.layers)
+    replaced.expand_kv = own = partial(type(replaced).expand_kv, replaced)
+    with pytest.warns(UserWarning, match="is not that of its class"):
+        attach(model, startrail.SequenceParallel("1x1"))
+    assert replaced.expand_kv is own and set(latents.describe(model)) == {"latents", "expanded keys of latents"}
+    detach(model)
+    assert replaced.expand_kv is own and "expand_kv" not in other.__dict__
 
 
 def test_layers_that_compute_with_their_keys_run_as_before(monkeypatch):

@@ -15,6 +15,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.expanding import Expanding
 from startrail.planner.predict import predict
 from startrail.planner.pricing import ComputeTask, call_tasks, plan_prices
+from startrail.planner.sparse.advice import price_row
 from startrail.planner.sparse.predict import predict_sparse
 from startrail.planner.workload import find_model, from_hugging_face, read_model
 from startrail.schedule.plan import Plan
@@ -114,13 +115,14 @@ def test_the_planner_chooses_between_latents_and_expanded_keys_and_says_why():
     assert "Latents" not in dict(ask("h100-8x8@1x8", plain, "8k", top=1).reasons)
 
 
-def test_deepseeks_ring_over_nodes_sends_a_seventieth():
-    """The plan that `startrail plan` chooses on 256 B200 for four sequences of 128K tokens."""
-    model = find_model("deepseek-v3")
-    cluster, plan = find_cluster("b200@8x8"), Plan.parse("1x8/1x8")
-    latents, keys = (model.attention(131072, 1, "bfloat16", latents=latents) for latents in (True, False))
-    sent = [predict(cluster, plan, call).sent[0] for call in (latents, keys)]
-    assert sent[0] < sent[1] / 20
+def test_deepseeks_plan_sends_a_seventieth_between_nodes():
+    """Of what the same plan sends with expanded keys; plans with expanded keys send the least with heads over nodes."""
+    found = ask("b200@32x8", find_model("deepseek-v3"), "128k", batch=4, top=1).result
+    best, other = found.best, next(row for row in found.rows if row.sends == "expanded keys")
+    alike = price_row(replace(best, training=replace(best.training, latents=False)))
+    latents, same, heads = (row.step.by_attention[0] for row in (best, alike, other))
+    assert (str(best.plan), best.sends) == ("1x8/1x8", "latents") and str(other.plan).startswith("u8/")
+    assert same / latents == pytest.approx(128 * (192 + 128) / 576, rel=1e-3) and heads > 15 * latents
 
 
 def test_models_with_latents():

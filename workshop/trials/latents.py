@@ -70,11 +70,28 @@ class LatentRow:
     engine_bytes: bool = True  # every rank's own count equals the closed form
     chosen: bool = False
     problem: str = ""
+    least_bytes: float = 0.0  # that a link carries one way in both passes if latents are sent, by any plan
+
+    @property
+    def least_seconds(self) -> float:
+        return 8 * self.least_bytes / self.rate
 
 
 def call_of(length: int, batch: int) -> LatentAttention:
     expanded = replace(Attention.of(length, batch, HEADS, HEADS, KEY + ROPE, True, "float32"), value_dim=VALUE)
     return LatentAttention.from_expanded(expanded, RANK, ROPE)
+
+
+def least_bytes(machine: Machine, call: LatentAttention) -> int:
+    """Bytes over one node's link that no plan avoids if latents are sent under a causal mask: the last row, wherever it
+    is, sees all tokens. Its node receives the latents of all other nodes in the forward pass, and returns a gradient
+    for each in the backward pass. The passes follow each other, so it does not help that links run both ways.
+
+    >>> least_bytes(Machine.parse("4x8"), call_of(4096, 1))     # 2 x 3/4 x 4096 tokens x (64 + 8) x 4 bytes
+    1769472
+    """
+    token = call.sizes(Plan.parse("1x1"), local=1).nbytes("kv")
+    return 2 * (call.length - call.length // machine.nodes) * token
 
 
 def contenders(machine: Machine, call: LatentAttention, rate: int, pressure: float) -> list[LatentRow]:
@@ -94,7 +111,7 @@ def contenders(machine: Machine, call: LatentAttention, rate: int, pressure: flo
                 own = prices.expand(0) + prices.contract(prices.sizes.tokens, new=True)
                 seconds += plan.groups * own * machine.world / (cluster.cores or machine.world)
             about = sends, str(plan), seconds, rate, max(max(link) for link in links)
-            rows.append(LatentRow(str(machine), pressure, *about))
+            rows.append(LatentRow(str(machine), pressure, *about, least_bytes=least_bytes(machine, call)))
     rows.sort(key=lambda row: row.predicted)
     rows[0].chosen = True
     return rows
@@ -160,6 +177,10 @@ def claims(rows: Sequence[LatentRow]) -> Iterator[str]:
         if pressure == ASKED_AT:
             allowed = f"their bytes allow {best.closed_bytes / chosen.closed_bytes:.2f}x"
             yield f"{'met' if ratio >= ASKED else 'NOT MET':8s} {where}: {compared} (asked {ASKED:g}x; {allowed})"
+            if best.least_seconds:
+                links = f"by any plan, a link needs {best.least_seconds:.2f} s for latents and their gradients"
+                most = best.seconds / best.least_seconds
+                yield f"{'bound':8s} {links}: at most {most:.2f}x, if all compute were hidden"
         yield f"{'met' if ratio >= 1 - NOISE else 'NOT MET':8s} {where}: {compared} (never slower)"
     off = [row.node_bytes / row.closed_bytes - 1 for row in rows if row.node_bytes and row.closed_bytes > 2e5]
     same = all(row.engine_bytes for row in rows)

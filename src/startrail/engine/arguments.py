@@ -399,7 +399,7 @@ class LatentShapes(_LatentTensors, _OfQueries):
                 "need q (batch, heads, tokens, dim), latent (batch, tokens, rank), k_rope (batch, tokens, rope dim), "
                 f"w_k (heads, key dim, rank) and w_v (heads, value dim, rank), got {self}"
             )
-        if 0 in (*q, *latent, *k_rope[:2], *w_k, *w_v):
+        if 0 in (*q[:2], q[3], latent[2], *w_k, *w_v):  # a rank of a small share may hold no token
             raise ValueError(f"no dimension may be empty, got {self}")
         if not (q[0], q[2]) == latent[:2] == k_rope[:2]:
             raise ValueError(f"q, latent, k_rope must agree in batch and local tokens, got {self}")

@@ -80,8 +80,13 @@ def install(model: nn.Module, probe: Callable[[], None]) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    for module in model.modules():
-        module.__dict__.pop("expand_kv", None)
+    for module in filter(_sends, model.modules()):
+        del module.__dict__["expand_kv"]
+
+
+def _sends(module: nn.Module) -> bool:
+    """True if ``install`` has replaced the layer's ``expand_kv``."""
+    return getattr(module.__dict__.get("expand_kv"), "__func__", None) is _compress
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -90,15 +95,17 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def describe(model: nn.Module) -> tuple[str, ...]:
-    """What the layers with latent attention send, for each kind of them."""
-    sent = {type(module): "expand_kv" in module.__dict__ for module in layers(model)}
-    return tuple(dict.fromkeys("latents" if latents else "expanded keys of latents" for latents in sent.values()))
+    """What the layers with latent attention send."""
+    sent = ("latents" if _sends(module) else "expanded keys of latents" for module in layers(model))
+    return tuple(dict.fromkeys(sent))
 
 
 def layer_problem(module: nn.Module) -> str | None:
     """The reason why a layer cannot send latents, or None."""
     if not callable(getattr(type(module), "expand_kv", None)):
         return "it does not expand its keys and values in a method expand_kv"
+    if "expand_kv" in module.__dict__ and not _sends(module):
+        return "its expand_kv is not that of its class"
     if not _is_known(type(module)):
         return "its expand_kv is not keys [latent W_k ; k_rope] and values latent W_v"
     return _projection_problem(module.kv_b_proj)
