@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, world_size
+from startrail.geometry.zones import LAYOUT_NAMES
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import ITEMSIZES
 
@@ -61,7 +62,7 @@ def add(commands: Commands) -> None:
     option("--causal", action="store_true", help="causal mask (default: full)")
     option("--window", type=int, help="sliding window in tokens")
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
-    option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones", help="(default %(default)s)")
+    option("--layout", choices=LAYOUT_NAMES, default="zones", help="(default %(default)s)")
     option("--prove", action="store_true", help="prove only: for any number of ranks, without processes")
     option("--scan", action="store_true", help="with --prove: a recurrence and a convolution instead of attention")
     option("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
