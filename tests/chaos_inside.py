@@ -43,8 +43,10 @@ def install() -> None:
         return
 
     def step_with_orders(self: Trainer, step: int):
-        path = _path(Path(self.recipe.out))
-        fault, rank, at = json.loads(path.read_text()) if path.exists() else ("", 0, -1)
+        try:
+            fault, rank, at = json.loads(_path(Path(self.recipe.out)).read_text())
+        except FileNotFoundError:  # nothing is ordered, or it has just been cancelled
+            fault, rank, at = "", 0, -1
         if step == at:
             return FAULTS[fault](self, rank == dist.get_rank(), lambda: original(self, step))
         return original(self, step)
