@@ -152,7 +152,9 @@ def test_mixtures_of_experts_with_their_auxiliary_loss(tmp_path):
 
 
 def test_hybrid_models(tmp_path):
-    """One process of transformers does not keep packed documents apart in these layers, but startrail on one rank."""
+    """One process of transformers does not keep packed documents apart in these layers, but startrail on one rank. In
+    float64: the third step's norm is off by up to 5e-6 in float32, on one process as well."""
+
     settings = covering(("transformers", "trl"), (False, True), (False,), (False, True), (1, 2), ("ddp", None))
     names = dict(zip(settings, cycle(("qwen3-next", "nemotron-h", "lfm2")), strict=False))
 
@@ -160,7 +162,7 @@ def test_hybrid_models(tmp_path):
         as_torchrun(0, 1)
         sp = startrail.SequenceParallel("1x1")
         return {
-            each: trained(tmp_path, *each[:5], sp=sp if each[1] else None, batch=2, model=tiny(name))
+            each: trained(tmp_path, *each[:5], sp=sp if each[1] else None, batch=2, model=tiny(name, torch.float64))
             for each, name in names.items()
         }
 
@@ -170,7 +172,7 @@ def test_hybrid_models(tmp_path):
         as_torchrun(rank, 2)
         sp, wrong = startrail.SequenceParallel("1x2"), []
         for each, name in names.items():
-            weights, logs = trained(tmp_path, *each, sp, batch=2, model=tiny(name))
+            weights, logs = trained(tmp_path, *each, sp, batch=2, model=tiny(name, torch.float64))
             lines = differences(weights, truths[each][0], 1e-5)
             if logs != pytest.approx(truths[each][1], rel=1e-5, abs=1e-6):
                 lines.append(f"logs {logs}, one process {truths[each][1]}")
