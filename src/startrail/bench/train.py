@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import tempfile
-from math import nan
 
 import torch
 import torch.distributed as dist
@@ -63,11 +62,11 @@ def describe(ranks: int) -> ClusterSpec:
     return found
 
 
-def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float:
-    """Tokens/s that the planner predicts; NaN if it cannot, as of gated delta nets."""
+def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float | None:
+    """Tokens/s that the planner predicts. The speeds of recurrences on a CPU are not known to it."""
     plan, job = Plan.parse(text), recipe.job("float32")
     if job.model.linear:
-        return nan
+        return None
     training = Training(cluster, job.model, job.run, job.data_parallel)
     step = training.step(plan, lambda call: predict(training.group, plan, call))
     return recipe.tokens_per_step / recipe.accumulate / step.seconds
@@ -92,9 +91,10 @@ def run(options: argparse.Namespace) -> int:
                 shares[plan] += exposed
         for plan in plans:
             typical, promised = statistics.median(speeds[plan]), predicted(recipe, plan, cluster)
+            compared = "" if promised is None else f"{promised:9,.0f} {promised / typical - 1:6.0%}"
             print(
                 f"{name:16s} {recipe.ranks:5d} {plan:>7s} {typical:9,.0f} "
-                f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {promised:9,.0f} {promised / typical - 1:6.0%} "
+                f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {compared or 'not known':>16s} "
                 f"{statistics.median(shares[plan]):8.1%} {sent[plan] / 2**20:11.2f} MiB",
                 flush=True,
             )
