@@ -135,7 +135,8 @@ def collector(rank):
 def test_gradients_are_those_of_one_process_whatever_is_kept_or_collected(plan, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
     torch.set_num_threads(1)
-    truths = {name: run(name, False) for name in MAKES}
+    names = list(MAKES) if FULL or plan == "1x4" else list(MAKES)[::2]
+    truths = {name: run(name, False) for name in names}
 
     def on_rank(rank):
         sp, wrong = startrail.SequenceParallel(plan), []
