@@ -122,7 +122,8 @@ class Line:
             return [at]
         first, last = max(self.ends[number], self.front), min(self.ends[number + 1], self.back)
         floor = self.group.floor
-        if not self.items[number].is_one or last - first < 2 * floor:
+        is_one = self.slopes[number][1] < 0
+        if not is_one or last - first < 2 * floor:
             return [first, last]
         return [first, min(max(at, first + floor), last - floor), last]
 
