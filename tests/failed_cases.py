@@ -70,6 +70,9 @@ FAILED_CASES = [
     Case("3x1/u2,keep=queries,groups=3", 6, length=2, batch=6, q_heads=8, kv_heads=1, head_dim=1, dtype=torch.float64,
          causal=True, wire_dtype=torch.float32, scale=0.7, value_dim=24, seed=950007, call_style="checkpointed",
          shares=(0.5, 0.5, 1.0, 0.5, 0.01, 0.9)),
+    Case("2x2/u3,keep=all", 12, length=8, batch=2, q_heads=3, kv_heads=1, dtype=torch.bfloat16, window=120,
+         documents=(0, 6, 7, 8), wire_dtype=torch.float64, chunk=276, softcap=0.5, seed=100457,
+         packed_from=(0, 6, 7, 8)),
     # queries without keys next to a causal slice
     Case("1x2", 2, length=12, layout="contiguous", slices=((0, 4, 0, 8, 1),)),
     Case("1x2", 2, length=12, layout="zigzag", slices=((3, 6, 0, 10, 1),)),

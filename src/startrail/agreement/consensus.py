@@ -560,7 +560,9 @@ class _LedgerComparison:
         self.cancelled = threading.Event()
 
     def __str__(self) -> str:
-        return f"for {rank_names(self.ledger.missing_ranks(self.call.key))} to start {shortened([str(self.call)])[0]}"
+        missing = self.ledger.missing_ranks(self.call.key)  # none if all have started just now
+        names = rank_names(missing) if missing else "all ranks"
+        return f"for {names} to start {shortened([str(self.call)])[0]}"
 
     def run(self) -> None:
         consensus, ledger, record, key = self.consensus, self.ledger, self.call.record, self.call.key

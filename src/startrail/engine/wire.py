@@ -35,7 +35,11 @@ class Cut(NamedTuple):
 
     def of(self, flat: Tensor) -> Tensor:
         """A view of the bytes (..., n)."""
-        x = flat.narrow(-1, self.start, self.nbytes).view(self.dtype).view(*flat.shape[:-1], *self.shape)
+        shape = *flat.shape[:-1], *self.shape
+        if self.nbytes:
+            x = flat.narrow(-1, self.start, self.nbytes).view(self.dtype).view(shape)
+        else:  # a piece without tokens: torch refuses another dtype for rows of no bytes
+            x = flat.new_empty(shape, dtype=self.dtype)
         return x.transpose(-3, -2) if self.swapped else x
 
 
