@@ -211,7 +211,9 @@ def hybrid() -> str:
 
 def _hybrid_cell(found: Mapping[str, SparseRow], name: str) -> str:
     seconds, heads = found[name].seconds, found[HEADS].seconds
-    return f"{seconds:.2f} ({heads / seconds:.1f}), {found[name].node_bytes / 1e6:.2f}" if seconds and heads else ""
+    megabytes = found[name].node_bytes / 1e6
+    sent = f"{megabytes:.2f}" if megabytes < 1 else f"{megabytes:.1f}"
+    return f"{seconds:.2f} ({heads / seconds:.1f}), {sent}" if seconds and heads else ""
 
 
 def latents() -> str:
