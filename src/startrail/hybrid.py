@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from startrail._compat import not_compiled
+from startrail._compat import dtype_name, not_compiled
 from startrail.compile.halo import HALO_FORWARD
 from startrail.compile.scan import SCAN_FORWARD
 from startrail.engine.arguments import check_tangents, describe_tensor, is_int
@@ -76,11 +76,8 @@ def halo(sequence: Sequence, x: Tensor, before: int, dim: int) -> Tensor:
     dim = on_all_ranks(sequence, lambda: _checked_dim(sequence, x, before, dim))
     found = _halo_rows(sequence, x.movedim(dim, 0), before)
     real = [run for run, (start, _) in enumerate(held_runs(sequence)) if start < sequence.length]
-    found = (
-        found
-        if len(real) == len(found)
-        else found.index_select(0, torch.tensor(real, dtype=torch.int64, device=x.device))
-    )
+    if len(real) < len(found):
+        found = found.index_select(0, torch.tensor(real, dtype=torch.int64, device=x.device))
     return found.movedim((0, 1), (dim, dim + 1))
 
 
@@ -102,13 +99,16 @@ def conv1d(
             raise ValueError(f"weight {_shape(weight)} is not (channels, width) for {channels} channels")
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
             raise ValueError(f"bias {_shape(bias)} does not have one number for each of {channels} channels")
-        for name, given in (("weight", weight), ("bias", weight if bias is None else bias)):
-            check_dense(given, name)
-            if not given.is_floating_point() or given.dtype != weight.dtype or given.device != x.device:
-                raise ValueError(
-                    f"x, weight and bias must be floating-point numbers on one device, and bias of weight's dtype, got "
-                    f"{describe_tensor(x)} and {name} {describe_tensor(given)}"
-                )
+        given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+        for name, each in given.items():
+            check_dense(each, name)
+        alike = len({each.device for each in given.values()}) == 1 and (bias is None or bias.dtype == weight.dtype)
+        if not (alike and weight.is_floating_point()):
+            described = ", ".join(f"{name} {describe_tensor(each)}" for name, each in given.items())
+            raise ValueError(
+                "x, weight and bias must be floating-point numbers on one device, and bias of weight's dtype, got "
+                f"{described}"
+            )
         _checked_dim(sequence, x, weight.shape[1], dim)
         causal_conv1d(x.new_zeros(0, channels, 0), weight, bias, activation)
 
@@ -261,7 +261,7 @@ def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
     _check_tokens(sequence, x, dim)
     check_tangents("a halo", x)
     if x.requires_grad and x.itemsize == 1 and torch.is_grad_enabled():
-        raise ValueError(f"a halo has no gradient in {str(x.dtype).removeprefix('torch.')}: convert the tensor first")
+        raise ValueError(f"a halo has no gradient in {dtype_name(x.dtype)}: convert the tensor first")
     return dim
 
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from startrail._compat import dtype_name
+
 CHUNK = 64  # tokens
 
 
@@ -117,7 +119,7 @@ def _check_linear(name: str, recurrence: Recurrence, runs: int) -> None:
 
 def check_numbers(*tensors: Tensor) -> None:
     """``ValueError`` unless all are floating-point numbers, which gradients of recurrences need."""
-    if wrong := [str(x.dtype).removeprefix("torch.") for x in tensors if not x.is_floating_point()]:
+    if wrong := [dtype_name(x.dtype) for x in tensors if not x.is_floating_point()]:
         raise ValueError(f"recurrences take floating-point numbers, got {wrong[0]}")
 
 
