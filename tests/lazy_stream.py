@@ -43,7 +43,7 @@ def run(task: Callable[[], Any], writes: Sequence[torch.Tensor] = ()) -> None:
 
 
 @contextmanager
-def beside() -> Iterator[None]:
+def second_stream() -> Iterator[None]:
     """On another stream, which has nothing to do: what is queued here waits for nothing on the current one."""
     global _active
     with _disable_current_modes():

@@ -22,7 +22,7 @@ def with_gradients(outs, cotangents):
 
 
 def gradients_of(sequence, call, given, wanted, cotangents):
-    """Those of the inputs ``wanted``, whole; zeros where there is none."""
+    """The gradients of the ``wanted`` inputs over all tokens, with zeros for an input that has none."""
     shares = [sequence.shard(cotangents[0], 1), cotangents[1] / sequence.sp.world]
     outs, cotangents = with_gradients(call(*given), shares)
     found = torch.autograd.grad(outs, [given[n] for n in wanted], cotangents, allow_unused=True)

@@ -21,7 +21,7 @@ from startrail.transport import nccl
 from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.helpers import error_of, qkv
-from tests.lazy_stream import LazyEvent, LazyStream, beside
+from tests.lazy_stream import LazyEvent, LazyStream, second_stream
 from tests.lazy_stream import run as on_stream
 
 
@@ -76,7 +76,7 @@ def test_a_lost_peer_is_found_the_timeout_after_the_device_came_to_its_transfer(
 @pytest.mark.parametrize("reason", ["the first window", "an error"])
 def test_new_lanes_are_connected_beside_what_the_device_has_to_do(reason, monkeypatch):
     """Their first transfers, for which the host waits, do not count the time of the work that is queued."""
-    monkeypatch.setattr(nccl, "on_stream", lambda purpose: nullcontext() if purpose is None else beside())
+    monkeypatch.setattr(nccl, "on_stream", lambda purpose: nullcontext() if purpose is None else second_stream())
     monkeypatch.setattr(nccl, "side_stream", lambda device, purpose: purpose if purpose == "connecting" else None)
 
     def on_rank(rank):

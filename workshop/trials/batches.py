@@ -1,5 +1,6 @@
-"""``python -m workshop.trials.batches``: 300 batches with ever new documents through a compiled GPT on local ranks: how
-much memory grows, how often it is compiled, and what placing documents costs. Writes batches.md beside it.
+"""``python -m workshop.trials.batches``: trains a compiled GPT on local ranks on 300 batches that all have other
+documents. It measures how much memory grows, how often the model is compiled and how long placing documents takes, and
+writes batches.md in this folder.
 
 Placing is timed on its own, once per batch, in CPU time: it may run in a data loader's thread while the step before it
 computes.

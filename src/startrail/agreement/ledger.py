@@ -288,10 +288,10 @@ def note_epoch(instance: str, epoch: int) -> None:
 
 
 def abandon_epoch(instance: str, epoch: int, failure: Failure) -> int:
-    """Tell all ranks why this one abandons an epoch of an instance, which this process may not have made. Returns the
-    next epoch: if the others have abandoned that as well, this rank's next call is the one in which they did. The first
-    failure counts. A rank that comes second finishes what the first has begun: once this has
-    returned, all ranks that look see that the epoch is over."""
+    """Tell all ranks why this one abandons an epoch of an instance, which this process may not have made. The first
+    failure counts. A rank that comes second finishes what the first has begun: once this has returned, all ranks that
+    look see that the epoch is over. Returns the next epoch: if the others have abandoned that as well, this rank's next
+    call is the one in which they did."""
     store = PrefixStore(instance, default_store())
     if store.add("epoch", 0) > epoch:
         return epoch + 1

@@ -87,7 +87,7 @@ class Wire:
         otherwise. bfloat16 and float16 have one size, but neither holds the other's numbers."""
         return x if self._holds_inputs else x.to(self.wire_dtype)
 
-    # --- what travels
+    # --- the form in which pieces are sent
 
     def encoded(self, kind: str, tensors: Tensors) -> Tensors:
         """The tensors of a piece as they travel, one for each of its ``fields``. They are copied to the piece's bytes,
